@@ -1,0 +1,1 @@
+"""The cache itself: plain, synchronous, single-threaded Python that knows no wire."""

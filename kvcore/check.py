@@ -1,0 +1,136 @@
+"""Every invariant of a pool, checked: after each step of each test, and behind Audit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from kvcore.block import KVCacheBlock
+from kvcore.block_pool import BlockPool
+from kvcore.manager import KVCacheManager
+
+if TYPE_CHECKING:
+    from kvcore.depot import Depot
+
+
+def check(subject: KVCacheManager | Depot) -> list[str]:
+    """What is broken, a line each; empty when all is well. Costs time per block.
+
+    Of a manager alone the references held by popped blocks are not known, so its
+    blocks may have more references than its tables show; a depot's may not.
+    """
+    if not isinstance(subject, KVCacheManager):
+        managers = [session.manager for session in subject.sessions.values()]
+        detached = [
+            block
+            for session in subject.sessions.values()
+            for blocks in session.tickets.values()
+            for block in blocks
+        ]
+        return [
+            *_check_pool(subject.pool, subject.pool.free_queue.block_ids()),
+            *_check_tables(subject.pool, managers),
+            *_check_references(subject.pool, managers, detached, exact=True),
+            *_check_depot(subject),
+        ]
+    pool = subject.block_pool
+    return [
+        *_check_pool(pool, pool.free_queue.block_ids()),
+        *_check_tables(pool, [subject]),
+        *_check_references(pool, [subject], (), exact=False),
+    ]
+
+
+def _check_pool(pool: BlockPool, free_ids: list[int]) -> Iterable[str]:
+    free = set(free_ids)
+    if len(free) != len(free_ids):
+        yield "free queue: a block is in it twice"
+    if len(free_ids) != pool.free_queue.num_free_blocks:
+        yield f"free queue: counts {pool.free_queue.num_free_blocks}, holds {len(free_ids)}"
+    indexed: Counter[int] = Counter()
+    for group, index in enumerate(pool.indexes):
+        for block_hash, entry in index.entries.items():
+            copies = [entry] if isinstance(entry, KVCacheBlock) else list(entry.values())
+            if not copies:
+                yield f"index: group {group} has an empty entry"
+            for block in copies:
+                indexed[block.block_id] += 1
+                if block.block_hash != block_hash or block.group != group:
+                    yield f"index: block {block.block_id} is under a hash that it does not have"
+    held: Counter[int] = Counter()
+    for block in pool.blocks:
+        name = f"block {block.block_id}"
+        if block.ref_cnt < 0:
+            yield f"{name}: ref_cnt {block.ref_cnt}"
+        if block.is_null:
+            if block.block_id in free or block.block_hash is not None or block.ref_cnt:
+                yield f"{name}: the null block is free, cached or counted"
+            continue
+        if (block.ref_cnt == 0) != (block.block_id in free):
+            yield f"{name}: ref_cnt {block.ref_cnt}, in the free queue: {block.block_id in free}"
+        if indexed[block.block_id] != (block.block_hash is not None):
+            yield f"{name}: has a hash: {block.block_hash is not None}, is in the index: " + str(
+                indexed[block.block_id]
+            )
+        if block.block_hash is None and (block.content or block.pending_view):
+            yield f"{name}: has content or is pending without a hash"
+        if block.pending_view is not None and block.pending_view not in pool.views:
+            yield f"{name}: pending for a view that is closed"
+        if block.held_by is not None:
+            held[id(block.held_by)] += 1
+            if block.block_id not in free or block.held_by not in pool.views:
+                yield f"{name}: held back, but not free or for a view that is closed"
+    num_cached = sum(pool.blocks[block_id].block_hash is not None for block_id in free)
+    if pool.num_cached_blocks != num_cached:
+        yield f"pool: counts {pool.num_cached_blocks} cached free blocks, holds {num_cached}"
+    for view in pool.views:
+        if view.num_held_blocks != held[id(view)]:
+            yield f"view: counts {view.num_held_blocks} held blocks, holds {held[id(view)]}"
+    if pool.num_held_blocks != held.total():
+        yield f"pool: counts {pool.num_held_blocks} held blocks, holds {held.total()}"
+
+
+def _check_tables(pool: BlockPool, managers: list[KVCacheManager]) -> Iterable[str]:
+    for manager in managers:
+        for group in manager.coordinator.managers:
+            for request_id, num_cached in group.num_cached_blocks.items():
+                table = group.req_to_blocks.get(request_id, [])
+                if num_cached > len(table):
+                    yield f"request {request_id}: {num_cached} cached of {len(table)} blocks"
+            for request_id, table in group.req_to_blocks.items():
+                real = [block.block_id for block in table if not block.is_null]
+                if len(set(real)) != len(real):
+                    yield f"request {request_id}: a block is in its table twice"
+
+
+def _check_references(
+    pool: BlockPool,
+    managers: list[KVCacheManager],
+    detached: Iterable[KVCacheBlock],
+    *,
+    exact: bool,
+) -> Iterable[str]:
+    references = Counter(block.block_id for block in detached)
+    for manager in managers:
+        for group in manager.coordinator.managers:
+            for table in group.req_to_blocks.values():
+                references.update([block.block_id for block in table if not block.is_null])
+    for block in pool.blocks:
+        counted = references[block.block_id]
+        if block.ref_cnt < counted or (exact and block.ref_cnt != counted):
+            yield f"block {block.block_id}: ref_cnt {block.ref_cnt}, {counted} references"
+
+
+def _check_depot(depot: Depot) -> Iterable[str]:
+    for session in depot.sessions.values():
+        by_handle = {request.handle: request for request in session.requests.values()}
+        if by_handle != session.by_handle:
+            yield f"session {session.session_id}: handles and requests disagree"
+        for group in session.manager.coordinator.managers:
+            for request_id in group.req_to_blocks:
+                if request_id not in session.requests:
+                    yield f"session {session.session_id}: blocks of unknown request {request_id}"
+    total = sum(depot.pool.states())
+    if total != len(depot.pool.blocks) - 1:
+        yield f"pool: the states of {len(depot.pool.blocks) - 1} blocks sum to {total}"

@@ -1,0 +1,289 @@
+"""One session's cache operations, under vLLM's names and with its decisions.
+
+Semantics of vLLM 0.25.1's KVCacheManager (v1/core/kv_cache_manager.py): fed the same
+operations, it answers the same block ids, hits and refusals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvcore.block import KVCacheBlock
+from kvcore.block_pool import BlockPool
+from kvcore.coordinator import Tables, make_coordinator
+from kvcore.errors import InvalidArgument
+from kvcore.events import Event
+from kvcore.operation import NoFit
+from kvcore.request import Request, RequestStatus
+from kvcore.single_type import cdiv
+from kvcore.spec import DepotConfig
+from kvcore.view import PoolView
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheBlocks:
+    """Blocks of one request, one sequence a KV cache group."""
+
+    blocks: Tables
+
+    def __add__(self, other: KVCacheBlocks) -> KVCacheBlocks:
+        """The blocks of both, group by group."""
+        return KVCacheBlocks(
+            tuple([*mine, *theirs] for mine, theirs in zip(self.blocks, other.blocks, strict=True))
+        )
+
+    def get_block_ids(self, allow_none: bool = False) -> tuple[list[int], ...] | None:
+        """The block ids; with ``allow_none``, None when there are none."""
+        if allow_none and not any(self.blocks):
+            return None
+        return self.block_ids
+
+    @property
+    def block_ids(self) -> tuple[list[int], ...]:
+        """The block ids."""
+        return tuple([[block.block_id for block in group] for group in self.blocks])
+
+    def get_unhashed_block_ids(self) -> list[int]:
+        """Ids of the blocks that are no hits, of the only group."""
+        assert len(self.blocks) == 1
+        return [block.block_id for block in self.blocks[0] if block.block_hash is None]
+
+    def new_empty(self) -> KVCacheBlocks:
+        """No blocks, of as many groups."""
+        return KVCacheBlocks(tuple(() for _ in self.blocks))
+
+
+@dataclass(slots=True)
+class PrefixCacheStats:
+    """Lookups since the last report; queries and hits are in tokens."""
+
+    requests: int = 0
+    queries: int = 0
+    hits: int = 0
+    preempted_requests: int = 0
+    preempted_queries: int = 0
+    preempted_hits: int = 0
+    reset: bool = False
+
+
+class KVCacheManager:
+    """The cache for one scheduler.
+
+    Alone, it makes a pool of its own, in which all that is registered counts as
+    written. With ``pool`` and ``view`` it is one of several on a shared pool.
+    """
+
+    def __init__(
+        self,
+        config: DepotConfig,
+        pool: BlockPool | None = None,
+        view: PoolView | None = None,
+        *,
+        enable_kv_cache_events: bool = False,
+        log_stats: bool = True,
+        track_new_block_ids: bool = True,
+    ) -> None:
+        if pool is None:
+            pool = BlockPool(
+                config.kv_cache,
+                enable_caching=config.enable_caching,
+                enable_kv_cache_events=enable_kv_cache_events,
+            )
+        self.config = config
+        self.block_pool = pool
+        self.view = pool.open_view() if view is None else view
+        self.coordinator = make_coordinator(pool, self.view)
+        if not track_new_block_ids:
+            for manager in self.coordinator.managers:
+                manager.new_block_ids = None
+        self.max_model_len = config.max_model_len
+        self.enable_caching = config.enable_caching
+        self.log_stats = log_stats
+        self.watermark_blocks = int(config.watermark * config.kv_cache.num_blocks)
+        self.empty_kv_cache_blocks = KVCacheBlocks(tuple(() for _ in config.kv_cache.groups))
+        # Why the last allocate_slots that answered None did.
+        self.last_refusal: NoFit | None = None
+        self.prefix_cache_stats = PrefixCacheStats()
+
+    @property
+    def usage(self) -> float:
+        """Share of the pool that is in use, from 0 to 1."""
+        return self.block_pool.usage
+
+    def new_step_starts(self) -> None:
+        """Schedulers say so before each step; no kind of attention here acts on it."""
+
+    def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
+        """The statistics since the last call; None when they are not kept."""
+        if not self.log_stats:
+            return None
+        stats, self.prefix_cache_stats = self.prefix_cache_stats, PrefixCacheStats()
+        return stats
+
+    def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int]:
+        """The longest cached prefix and its tokens, at most ``num_tokens - 1``.
+
+        Takes no reference: the blocks may be evicted until they are allocated.
+        """
+        if not self.enable_caching or request.skip_reading_prefix_cache:
+            return self.empty_kv_cache_blocks, 0
+        blocks, num_hit_tokens = self.find_computed_blocks(request)
+        if self.log_stats:
+            stats = self.prefix_cache_stats
+            if request.num_preemptions > 0:
+                stats.preempted_requests += 1
+                stats.preempted_queries += request.num_tokens
+                stats.preempted_hits += num_hit_tokens
+            else:
+                stats.requests += 1
+                stats.queries += request.num_tokens
+                stats.hits += num_hit_tokens
+        return blocks, num_hit_tokens
+
+    def find_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int]:
+        """As get_computed_blocks, without counting it in the statistics."""
+        blocks, num_hit_tokens = self.coordinator.find_longest_cache_hit(
+            request.block_hashes, request.num_tokens - 1
+        )
+        return self.create_kv_cache_blocks(blocks), num_hit_tokens
+
+    def allocate_slots(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        new_computed_blocks: KVCacheBlocks | None = None,
+        *,
+        num_lookahead_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+        delay_cache_blocks: bool = False,
+        full_sequence_must_fit: bool = False,
+        reserved_blocks: int = 0,
+        has_scheduled_reqs: bool = True,
+    ) -> KVCacheBlocks | None:
+        """Slots for tokens to compute: the new blocks, or None if they do not fit.
+
+        The table becomes: what the request holds, the hit (``new_computed_blocks``,
+        of ``num_new_computed_tokens``), blocks for tokens computed elsewhere, blocks
+        for ``num_new_tokens`` and the lookahead. Full blocks become hits up to the
+        request's last token, unless ``delay_cache_blocks``. None allocates nothing,
+        and says why in ``last_refusal``. The watermark counts for waiting and
+        preempted requests while others are scheduled.
+        """
+        if num_new_tokens == 0 and num_external_computed_tokens == 0:
+            raise InvalidArgument(
+                "num_new_tokens must be greater than 0 when there are no external computed tokens",
+                field="num_new_tokens",
+            )
+        coordinator = self.coordinator
+        pool = self.block_pool
+        request_id = request.request_id
+        empty = self.empty_kv_cache_blocks
+        hit = empty.blocks if new_computed_blocks is None else new_computed_blocks.blocks
+        num_local = request.num_computed_tokens + num_new_computed_tokens
+        total_computed = min(num_local + num_external_computed_tokens, self.max_model_len)
+        watermark = 0
+        if has_scheduled_reqs and request.status is not RequestStatus.RUNNING:
+            watermark = self.watermark_blocks
+
+        if full_sequence_must_fit:
+            num_needed = coordinator.get_num_blocks_to_allocate(
+                request_id, min(request.num_tokens, self.max_model_len), hit, total_computed
+            )
+            num_free = pool.num_free_blocks(self.view)
+            if num_needed + watermark > num_free:
+                self.last_refusal = NoFit(num_needed, num_free, 0, watermark)
+                return None
+
+        num_slots = min(total_computed + num_new_tokens + num_lookahead_tokens, self.max_model_len)
+        coordinator.remove_skipped_blocks(request_id, total_computed)
+        num_needed = coordinator.get_num_blocks_to_allocate(
+            request_id, num_slots, hit, num_local + num_external_computed_tokens
+        )
+        num_free = pool.num_free_blocks(self.view)
+        if num_needed + watermark > num_free - reserved_blocks:
+            self.last_refusal = NoFit(num_needed, num_free, reserved_blocks, watermark)
+            return None
+
+        if hit is not empty.blocks or num_external_computed_tokens > 0:
+            coordinator.allocate_new_computed_blocks(
+                request_id, hit, num_local, num_external_computed_tokens
+            )
+        new_blocks = coordinator.allocate_new_blocks(request_id, num_slots)
+        if self.enable_caching and not delay_cache_blocks:
+            coordinator.cache_blocks(
+                request, min(total_computed + num_new_tokens, request.num_tokens)
+            )
+        return self.create_kv_cache_blocks(new_blocks)
+
+    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        """Make the full blocks within ``num_computed_tokens`` hits."""
+        if self.enable_caching:
+            self.coordinator.cache_blocks(request, num_computed_tokens)
+
+    def free(self, request: Request) -> None:
+        """Give the request's blocks back, tail first. No-op if it has none."""
+        self.coordinator.free(request.request_id)
+
+    def pop_blocks_for_free(self, request: Request) -> list[KVCacheBlock]:
+        """Take the request's blocks away without freeing them; see return_blocks."""
+        return self.coordinator.pop_blocks_for_free(request.request_id)
+
+    def return_blocks(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Give back what pop_blocks_for_free answered, tail first."""
+        self.block_pool.free(reversed(blocks), self.view)
+
+    def remove_skipped_blocks(self, request_id: str, total_computed_tokens: int) -> None:
+        """Free blocks that no attention looks at any more."""
+        self.coordinator.remove_skipped_blocks(request_id, total_computed_tokens)
+
+    def evict_blocks(self, block_ids: Iterable[int]) -> None:
+        """Make these blocks no hits any more."""
+        self.block_pool.evict_blocks(block_ids)
+
+    def reset_prefix_cache(self) -> bool:
+        """Empty the prefix cache; False, and nothing is done, while blocks are in use."""
+        if not self.block_pool.reset():
+            return False
+        self.prefix_cache_stats.reset = True
+        return True
+
+    def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
+        """Leading blocks that all this session's requests share, by group."""
+        return self.coordinator.get_num_common_prefix_blocks(running_request_id)
+
+    def get_blocks(self, request_id: str) -> KVCacheBlocks:
+        """The request's blocks."""
+        return self.create_kv_cache_blocks(self.coordinator.get_blocks(request_id))
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        """The request's block table, by group."""
+        return self.get_blocks(request_id).block_ids
+
+    def get_block_ids_for_computed_tokens(
+        self, request_id: str, num_computed_tokens: int
+    ) -> tuple[list[int], ...]:
+        """The part of the block table that holds ``num_computed_tokens``, by group."""
+        return tuple(
+            block_ids[: cdiv(num_computed_tokens, group.spec.block_size)]
+            for block_ids, group in zip(
+                self.get_block_ids(request_id), self.config.kv_cache.groups, strict=True
+            )
+        )
+
+    def take_events(self) -> list[Event]:
+        """vLLM's event feed since the last call."""
+        return self.block_pool.take_events()
+
+    def take_new_block_ids(self) -> list[int]:
+        """Ids of the blocks this session took since the last call, for zeroing."""
+        return [
+            block_id
+            for manager in self.coordinator.managers
+            for block_id in manager.take_new_block_ids()
+        ]
+
+    def create_kv_cache_blocks(self, blocks: Tables) -> KVCacheBlocks:
+        """``blocks`` as a result."""
+        return KVCacheBlocks(blocks) if any(blocks) else self.empty_kv_cache_blocks

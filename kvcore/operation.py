@@ -1,0 +1,193 @@
+"""The values that calls take and give. Numbers of the enums are the wire's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from kvcore.hashing import ExtraKeys
+
+BlockTables = tuple[list[int], ...]
+"""Block ids, one list a KV cache group."""
+
+
+class Outcome(IntEnum):
+    """How one operation ended."""
+
+    OK = 1
+    NO_FIT = 2
+    HIT_CHANGED = 3
+    NOT_ATTEMPTED = 4
+    UNKNOWN_HANDLE = 5
+    INVALID = 6
+    NO_BUDGET = 7
+
+
+class OperationKind(IntEnum):
+    """The kinds of operation a Step is made of."""
+
+    ADMIT = 1
+    GROW = 2
+    CACHE = 3
+    FREE = 4
+
+
+class FreeMode(IntEnum):
+    """What becomes of a freed request: over, kept for re-admission, or detached."""
+
+    FINISH = 1
+    PREEMPT = 2
+    DETACH = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What is new about a request: its introduction (offset 0) or appended tokens.
+
+    ``tokens`` are little-endian uint32. ``extra`` and what follows count only when
+    the request is introduced.
+    """
+
+    token_offset: int = 0
+    tokens: bytes = b""
+    extra: ExtraKeys | None = None
+    lora_id: int | None = None
+    num_prompt_tokens: int | None = None
+    skip_reading_prefix_cache: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRequest:
+    """Slots for one request; the fields are those of vLLM's ``allocate_slots``.
+
+    ``num_new_tokens`` None: all that are left after the hit, at most
+    ``max_new_tokens``. ``lookup``: look up now, instead of taking
+    ``num_new_computed_tokens`` of the last lookup.
+    """
+
+    request_id: str
+    content: Content | None = None
+    num_computed_tokens: int = 0
+    num_new_tokens: int | None = None
+    max_new_tokens: int | None = None
+    new_tokens_alignment: int = 0
+    num_new_computed_tokens: int = 0
+    lookup: bool = False
+    num_lookahead_tokens: int = 0
+    num_external_computed_tokens: int = 0
+    delay_cache_blocks: bool = False
+    full_sequence_must_fit: bool = False
+    reserved_blocks: int = 0
+    has_scheduled_reqs: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class NoFit:
+    """Why an allocation was refused, in blocks."""
+
+    needed_blocks: int
+    free_blocks: int
+    reserved_blocks: int
+    watermark_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotResult:
+    """The answer to a SlotRequest; block tables are empty unless the outcome is OK."""
+
+    outcome: Outcome
+    num_new_computed_tokens: int = 0
+    num_new_tokens: int = 0
+    hit_blocks: BlockTables = ()
+    new_blocks: BlockTables = ()
+    handle: int = 0
+    no_fit: NoFit | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """The longest cached prefix of a request, in tokens and blocks."""
+
+    num_computed_tokens: int
+    blocks: BlockTables
+    handle: int
+
+
+@dataclass(frozen=True, slots=True)
+class FreeResult:
+    """``ticket`` is 0 unless blocks were detached."""
+
+    known: bool
+    ticket: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Grow:
+    """Columns of a Step's grow operations: int32 each, ``tokens`` uint32, little-endian."""
+
+    handles: bytes = b""
+    num_computed_tokens: bytes = b""
+    num_new_tokens: bytes = b""
+    token_offsets: bytes = b""
+    token_counts: bytes = b""
+    tokens: bytes = b""
+    num_lookahead_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """Columns of a Step's cache operations: int32 each."""
+
+    handles: bytes = b""
+    num_computed_tokens: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Columns of a Step's free operations: handles int32, the rest uint8 or empty."""
+
+    handles: bytes = b""
+    modes: bytes = b""
+    did_not_run: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One scheduler step. ``runs`` are (kind, count), in the order to apply."""
+
+    runs: Sequence[tuple[int, int]]
+    on_no_fit_stop: bool = True
+    token_budget: int | None = None
+    admissions: Sequence[SlotRequest] = ()
+    grow: Grow = field(default_factory=Grow)
+    cache: Cache = field(default_factory=Cache)
+    free: Free = field(default_factory=Free)
+
+
+@dataclass(frozen=True, slots=True)
+class OperationError:
+    """Why the operation at ``index`` of a Step answered INVALID."""
+
+    index: int
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """A Step's answer. An empty outcomes column means that all are OK.
+
+    ``grow_counts`` and ``grow_ids`` are int32 columns, one of each a KV cache group.
+    """
+
+    admissions: list[SlotResult]
+    grow_outcomes: bytes
+    grow_counts: list[bytes]
+    grow_ids: list[bytes]
+    cache_outcomes: bytes
+    free_outcomes: bytes
+    free_tickets: bytes
+    no_fit: NoFit | None
+    errors: list[OperationError]
+    free_blocks: int

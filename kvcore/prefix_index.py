@@ -1,0 +1,52 @@
+"""From a block's hash to the blocks that hold that content."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvcore.block import KVCacheBlock
+
+Copies = KVCacheBlock | dict[int, KVCacheBlock]
+"""One block, which is the usual case, or several by id in the order of insertion."""
+
+
+class PrefixIndex:
+    """One KV cache group's hashes. Equal content may lie in several blocks: all are
+    kept, and a lookup answers the first. As vLLM's BlockHashToBlockMap
+    (v1/core/block_pool.py).
+    """
+
+    __slots__ = ("entries",)
+
+    def __init__(self) -> None:
+        # Public for the lookup loop, which may not afford a call a block.
+        self.entries: dict[bytes, Copies] = {}
+
+    def copies(self, block_hash: bytes) -> Iterator[KVCacheBlock]:
+        """Every block with this content, first registered first."""
+        entry = self.entries.get(block_hash)
+        if entry is not None:
+            if isinstance(entry, KVCacheBlock):
+                yield entry
+            else:
+                yield from entry.values()
+
+    def insert(self, block_hash: bytes, block: KVCacheBlock) -> None:
+        """Add a copy."""
+        entry = self.entries.setdefault(block_hash, block)
+        if entry is not block:
+            if isinstance(entry, KVCacheBlock):
+                self.entries[block_hash] = {entry.block_id: entry, block.block_id: block}
+            else:
+                entry[block.block_id] = block
+
+    def remove(self, block_hash: bytes, block: KVCacheBlock) -> None:
+        """Drop a copy that was inserted before."""
+        entry = self.entries[block_hash]
+        if entry is block:
+            del self.entries[block_hash]
+        else:
+            assert isinstance(entry, dict)
+            del entry[block.block_id]
+            if not entry:
+                del self.entries[block_hash]

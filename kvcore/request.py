@@ -1,0 +1,108 @@
+"""A request as the cache knows it: its tokens, their hashes, and how far it is."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import Any
+
+from kvcore.hashing import ExtraKeys, HashChain
+
+TOKEN_BYTES = 4
+
+
+class RequestStatus(Enum):
+    """Where a request stands; the watermark looks at it."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    PREEMPTED = auto()
+
+
+class Request:
+    """Tokens are little-endian uint32; every full block of them is hashed as it comes.
+
+    ``hash_chain`` None: the request is not hashed (caching is off).
+    """
+
+    __slots__ = (
+        "block_hashes",
+        "extra",
+        "handle",
+        "hash_chain",
+        "lora_id",
+        "num_computed_tokens",
+        "num_confirmed_blocks",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_tokens",
+        "registered_from",
+        "registered_step",
+        "remembered_hit_tokens",
+        "request_id",
+        "skip_reading_prefix_cache",
+        "status",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        *,
+        hash_chain: HashChain | None,
+        extra: ExtraKeys,
+        lora_id: int | None = None,
+        num_prompt_tokens: int | None = None,
+        skip_reading_prefix_cache: bool = False,
+        handle: int = 0,
+    ) -> None:
+        self.request_id = request_id
+        self.hash_chain = hash_chain
+        self.block_hashes: list[bytes] = [] if hash_chain is None else hash_chain.hashes
+        self.extra = extra
+        self.lora_id = lora_id
+        self.num_prompt_tokens = num_prompt_tokens
+        self.skip_reading_prefix_cache = skip_reading_prefix_cache
+        self.handle = handle
+        self.tokens = bytearray()
+        self.num_tokens = 0
+        self.num_computed_tokens = 0
+        self.num_preemptions = 0
+        self.status = RequestStatus.WAITING
+        # What the last lookup answered, in tokens; AllocateSlots may claim it.
+        self.remembered_hit_tokens = 0
+        # Leading blocks of the table whose bytes CacheBlocks has confirmed.
+        self.num_confirmed_blocks = 0
+        # The first block that the last allocation registered, and its step.
+        self.registered_from = 0
+        self.registered_step = 0
+
+    def append(self, tokens: bytes) -> None:
+        """Add ``tokens`` at the end; ``len(tokens)`` is a multiple of 4."""
+        self.tokens += tokens
+        self.num_tokens = len(self.tokens) // TOKEN_BYTES
+        if self.hash_chain is not None:
+            self.hash_chain.extend(self.tokens, self.num_tokens)
+
+    def truncate(self, num_tokens: int) -> None:
+        """Keep the first ``num_tokens`` tokens, and the hashes of their full blocks."""
+        assert num_tokens <= self.num_tokens
+        del self.tokens[num_tokens * TOKEN_BYTES :]
+        self.num_tokens = num_tokens
+        if self.hash_chain is not None:
+            self.hash_chain.truncate(num_tokens, self.tokens)
+
+    def token_bytes(self, start: int, stop: int) -> bytes:
+        """The tokens ``start`` to ``stop``, as they came."""
+        return bytes(self.tokens[start * TOKEN_BYTES : stop * TOKEN_BYTES])
+
+    def extra_keys_of(self, position: int, block_size: int) -> tuple[Any, ...] | None:
+        """The extra keys in the hash of the block at ``position`` of the table."""
+        start = position * block_size
+        return self.extra.of_block(start, start + block_size, position)
+
+    def forget_progress(self) -> None:
+        """The request holds no blocks any more."""
+        self.num_computed_tokens = 0
+        self.remembered_hit_tokens = 0
+        self.num_confirmed_blocks = 0
+        self.registered_from = 0

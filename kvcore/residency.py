@@ -1,0 +1,88 @@
+"""How long sampled blocks live, lie idle, and wait for their next use."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvcore.block import KVCacheBlock
+
+ACCESSES_KEPT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """One sampled block's life, in seconds. Gaps are between its last accesses."""
+
+    lifetime_seconds: float
+    idle_seconds: float
+    reuse_gaps_seconds: tuple[float, ...]
+
+
+class ResidencySampler:
+    """Follows a share of the blocks, as vLLM's v1/core/kv_cache_metrics.py.
+
+    ``sample_rate`` in (0, 1]. At most ``max_evictions`` undrained evictions are
+    kept, the newest.
+    """
+
+    def __init__(
+        self,
+        sample_rate: float,
+        *,
+        max_evictions: int = 65536,
+        clock: Callable[[], float] = time.monotonic,
+        seed: int | None = None,
+    ) -> None:
+        assert 0.0 < sample_rate <= 1.0
+        self._sample_rate = sample_rate
+        self._clock = clock
+        self._random = random.Random(seed)
+        self._births: dict[int, float] = {}
+        self._accesses: dict[int, deque[float]] = {}
+        self._evictions: deque[Eviction] = deque(maxlen=max_evictions)
+
+    def on_taken(self, block: KVCacheBlock) -> None:
+        """The block was given to a request."""
+        if self._random.random() < self._sample_rate:
+            self._births[block.block_id] = self._clock()
+            self._accesses[block.block_id] = deque(maxlen=ACCESSES_KEPT)
+
+    def on_touched(self, block: KVCacheBlock) -> None:
+        """The block was hit."""
+        accesses = self._accesses.get(block.block_id)
+        if accesses is not None:
+            accesses.append(self._clock())
+
+    def on_evicted(self, block: KVCacheBlock) -> None:
+        """The block is about to be given to somebody else, or lost its content."""
+        birth = self._births.pop(block.block_id, None)
+        if birth is None:
+            return
+        accesses = list(self._accesses.pop(block.block_id))
+        now = self._clock()
+        self._evictions.append(
+            Eviction(
+                lifetime_seconds=now - birth,
+                idle_seconds=now - (accesses[-1] if accesses else birth),
+                reuse_gaps_seconds=tuple(
+                    later - earlier for earlier, later in itertools.pairwise(accesses)
+                ),
+            )
+        )
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._births.clear()
+        self._accesses.clear()
+        self._evictions.clear()
+
+    def drain(self) -> list[Eviction]:
+        """The evictions since the last drain."""
+        evictions = list(self._evictions)
+        self._evictions.clear()
+        return evictions

@@ -1,0 +1,215 @@
+"""One connected scheduler: its requests, their tables, and the steps in flight."""
+
+from __future__ import annotations
+
+from kvcore.block import KVCacheBlock
+from kvcore.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
+from kvcore.manager import KVCacheManager
+from kvcore.request import TOKEN_BYTES, Request, RequestStatus
+from kvcore.spec import DepotConfig
+
+REQUEST_ID_BYTES_MAX = 1024
+
+
+class Session:
+    """Request ids are a session's own; handles are the server's."""
+
+    def __init__(
+        self, session_id: str, name: str, *, manager: KVCacheManager, config: DepotConfig
+    ) -> None:
+        self.session_id = session_id
+        self.name = name
+        self.manager = manager
+        self.view = manager.view
+        self.config = config
+        self.requests: dict[str, Request] = {}
+        self.by_handle: dict[int, Request] = {}
+        # Blocks of detached requests, in table order.
+        self.tickets: dict[int, list[KVCacheBlock]] = {}
+        # Whether the last call said which step it belongs to.
+        self.names_steps = False
+
+    def begin(self, step: int | None, completed_step: int | None) -> None:
+        """A call of ``step`` comes in; the writes of ``completed_step`` have ended.
+
+        Without the two, every call completes the step before it.
+        """
+        view = self.view
+        if step is None and completed_step is None:
+            self.names_steps = False
+            view.begin_step(view.step + 1, view.step)
+            return
+        if step is None or completed_step is None:
+            missing = "step" if step is None else "completed_step"
+            raise InvalidArgument("step and completed_step go together", field=f"context.{missing}")
+        if completed_step > step:
+            raise InvalidArgument(
+                f"completed_step {completed_step} is beyond step {step}",
+                field="context.completed_step",
+            )
+        if step < view.step or completed_step < view.completed_step:
+            raise InvalidArgument(
+                f"steps only rise: step {step}, completed {completed_step} after "
+                f"step {view.step}, completed {view.completed_step}",
+                field="context.step" if step < view.step else "context.completed_step",
+            )
+        self.names_steps = True
+        view.begin_step(step, completed_step)
+
+    def add(self, request: Request) -> None:
+        """Know a new request."""
+        if len(self.requests) >= self.config.max_requests_per_session:
+            raise ResourceExhausted(
+                f"the session holds {len(self.requests)} requests, its maximum",
+                reason="TOO_MANY_REQUESTS",
+                field="request_id",
+                retryable=True,
+            )
+        self.requests[request.request_id] = request
+        self.by_handle[request.handle] = request
+
+    def remove(self, request: Request) -> None:
+        """Know it no more; its blocks are gone already."""
+        del self.requests[request.request_id]
+        del self.by_handle[request.handle]
+
+    def request(self, request_id: str) -> Request:
+        """The request of this id; NotFound."""
+        request = self.requests.get(request_id)
+        if request is None:
+            raise NotFound(
+                f"request {request_id!r} is not known; introduce it with its tokens",
+                reason="UNKNOWN_REQUEST",
+                field="request_id",
+            )
+        return request
+
+    def num_slots(self, request: Request) -> int:
+        """Token slots the request holds, in the group that holds the fewest."""
+        return min(
+            (
+                len(manager.req_to_blocks.get(request.request_id, ())) * manager.block_size
+                for manager in self.manager.coordinator.managers
+            ),
+            default=0,
+        )
+
+    def write_tokens(self, request: Request, offset: int, tokens: bytes) -> None:
+        """Put ``tokens`` at ``offset``; what the request held beyond their end is cut off.
+
+        Tokens that are there already are left alone, so that a repeat changes nothing.
+        """
+        check_tokens(tokens)
+        end = offset + len(tokens) // TOKEN_BYTES
+        if end > self.config.max_request_tokens:
+            raise ResourceExhausted(
+                f"a request holds at most {self.config.max_request_tokens} tokens, not {end}",
+                reason="REQUEST_TOO_LONG",
+                field="content.tokens",
+            )
+        if offset > request.num_tokens:
+            raise InvalidArgument(
+                f"token_offset {offset} is beyond the {request.num_tokens} tokens held",
+                field="content.token_offset",
+            )
+        if offset == request.num_tokens:
+            if tokens:
+                request.append(tokens)
+            return
+        held = memoryview(request.tokens)[offset * TOKEN_BYTES : end * TOKEN_BYTES]
+        if held == tokens[: len(held)]:
+            kept = min(end, request.num_tokens)
+        else:
+            kept = offset + _num_common_tokens(bytes(held), tokens)
+        held.release()
+        if kept < request.num_tokens:
+            self._truncate(request, kept)
+        if kept < end:
+            request.append(tokens[(kept - offset) * TOKEN_BYTES :])
+
+    def forget_unwritten(self, request: Request) -> None:
+        """The request did not run: what its last allocation registered holds no bytes.
+
+        So do blocks of other requests of this session that build on it.
+        """
+        if self.names_steps and request.registered_step != self.view.step:
+            return
+        for manager in self.manager.coordinator.managers:
+            table = manager.req_to_blocks.get(request.request_id, [])
+            unwritten = {
+                block.block_id
+                for block in table[request.registered_from :]
+                if block.block_hash is not None
+            }
+            for block in table[request.registered_from :]:
+                self.manager.block_pool.forget(block)
+            for other in manager.req_to_blocks.values() if unwritten else ():
+                behind = False
+                for block in other:
+                    if behind and block.pending_view is self.view:
+                        self.manager.block_pool.forget(block)
+                    behind = behind or block.block_id in unwritten
+
+    def confirm(self, request: Request, num_tokens: int) -> None:
+        """The bytes of the request's first ``num_tokens`` tokens are written."""
+        confirmed = 0
+        for manager in self.manager.coordinator.managers:
+            table = manager.req_to_blocks.get(request.request_id, [])
+            confirmed = num_tokens // manager.block_size
+            for block in table[request.num_confirmed_blocks : confirmed]:
+                if block.pending_view is not None:
+                    self.manager.block_pool.confirm(block)
+        request.num_confirmed_blocks = max(request.num_confirmed_blocks, confirmed)
+
+    def _truncate(self, request: Request, num_tokens: int) -> None:
+        managers = self.manager.coordinator.managers
+        for manager in managers:
+            table = manager.req_to_blocks.get(request.request_id, [])
+            for block in table[num_tokens // manager.block_size :]:
+                if block.block_hash is not None and block.ref_cnt > 1:
+                    raise FailedPrecondition(
+                        f"tokens from {num_tokens} on lie in block {block.block_id}, which "
+                        "another request shares; free the request and introduce it again",
+                        reason="SHARED_BLOCK",
+                        field="content.token_offset",
+                    )
+        for manager in managers:
+            table = manager.req_to_blocks.get(request.request_id, [])
+            first = num_tokens // manager.block_size
+            for block in table[first:]:
+                self.manager.block_pool.forget(block)
+            cached = manager.num_cached_blocks
+            if cached.get(request.request_id, 0) > first:
+                cached[request.request_id] = first
+            request.num_confirmed_blocks = min(request.num_confirmed_blocks, first)
+        request.truncate(num_tokens)
+        request.num_computed_tokens = min(request.num_computed_tokens, num_tokens)
+        request.remembered_hit_tokens = 0
+
+    def holds_blocks(self, request: Request) -> bool:
+        """Whether the request has a table."""
+        return request.status is RequestStatus.RUNNING or any(
+            request.request_id in manager.req_to_blocks
+            for manager in self.manager.coordinator.managers
+        )
+
+
+def check_tokens(tokens: bytes) -> None:
+    """InvalidArgument unless ``tokens`` are whole little-endian uint32."""
+    if len(tokens) % TOKEN_BYTES:
+        raise InvalidArgument(
+            f"tokens are little-endian uint32 each, so {len(tokens)} bytes are not a whole number",
+            field="content.tokens",
+        )
+
+
+def _num_common_tokens(left: bytes, right: bytes) -> int:
+    """Leading tokens that are equal, by bisection over equal prefixes."""
+    low, high = 0, min(len(left), len(right)) // TOKEN_BYTES
+    while low < high:
+        middle = (low + high + 1) // 2
+        if left[: middle * TOKEN_BYTES] == right[: middle * TOKEN_BYTES]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

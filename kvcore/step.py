@@ -1,0 +1,312 @@
+"""A Step: the operations of one scheduler step, in columns, applied in order."""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from typing import TYPE_CHECKING
+
+from kvcore.errors import InvalidArgument, KVDepotError
+from kvcore.operation import (
+    FreeMode,
+    NoFit,
+    OperationError,
+    OperationKind,
+    Outcome,
+    SlotResult,
+    Step,
+    StepResult,
+)
+from kvcore.request import TOKEN_BYTES, RequestStatus
+from kvcore.session import Session
+
+if TYPE_CHECKING:
+    from kvcore.depot import Depot
+
+
+def apply_step(depot: Depot, session: Session, step: Step) -> StepResult:
+    """Apply ``step``. Columns that do not fit together raise, and nothing is done."""
+    return _StepRun(depot, session, step).run()
+
+
+def _int32(column: bytes, name: str, count: int | None = None) -> list[int]:
+    if len(column) % 4:
+        raise InvalidArgument(f"{len(column)} bytes are not whole int32", field=name)
+    if count is not None and len(column) != 4 * count:
+        raise InvalidArgument(
+            f"{len(column) // 4} entries, where the handles have {count}", field=name
+        )
+    return list(struct.unpack(f"<{len(column) // 4}i", column))
+
+
+def _uint8(column: bytes, name: str, count: int, default: int) -> bytes:
+    if column and len(column) != count:
+        raise InvalidArgument(f"{len(column)} entries, where the handles have {count}", field=name)
+    return column or bytes((default,)) * count
+
+
+class _StepRun:
+    """One Step under way: its columns, decoded, and what it has answered so far."""
+
+    def __init__(self, depot: Depot, session: Session, step: Step) -> None:
+        self.depot = depot
+        self.session = session
+        self.step = step
+        grow, cache, free = step.grow, step.cache, step.free
+        self.grow_handles = _int32(grow.handles, "grow.handles")
+        num_grow = len(self.grow_handles)
+        self.grow_computed = _int32(grow.num_computed_tokens, "grow.num_computed_tokens", num_grow)
+        self.grow_new = _int32(grow.num_new_tokens, "grow.num_new_tokens", num_grow)
+        self.appends = bool(grow.token_counts or grow.token_offsets or grow.tokens)
+        if self.appends:
+            self.token_offsets = _int32(grow.token_offsets, "grow.token_offsets", num_grow)
+            self.token_counts = _int32(grow.token_counts, "grow.token_counts", num_grow)
+            if min(self.token_counts, default=0) < 0:
+                raise InvalidArgument("a count is negative", field="grow.token_counts")
+            if len(grow.tokens) != TOKEN_BYTES * sum(self.token_counts):
+                raise InvalidArgument(
+                    f"{len(grow.tokens)} bytes, where the counts sum to "
+                    f"{sum(self.token_counts)} tokens of {TOKEN_BYTES}",
+                    field="grow.tokens",
+                )
+        self.cache_handles = _int32(cache.handles, "cache.handles")
+        self.cache_computed = _int32(
+            cache.num_computed_tokens, "cache.num_computed_tokens", len(self.cache_handles)
+        )
+        self.free_handles = _int32(free.handles, "free.handles")
+        num_free = len(self.free_handles)
+        self.free_modes = _uint8(free.modes, "free.modes", num_free, FreeMode.FINISH)
+        self.free_did_not_run = _uint8(free.did_not_run, "free.did_not_run", num_free, 0)
+        for mode in self.free_modes:
+            if not FreeMode.FINISH <= mode <= FreeMode.DETACH:
+                raise InvalidArgument(f"{mode} is not a FreeMode", field="free.modes")
+        self._check_runs()
+
+        self.budget = step.token_budget
+        self.stopped = False
+        self.index = 0
+        self.admissions: list[SlotResult] = []
+        groups = depot.config.kv_cache.groups
+        self.grow_outcomes = bytearray()
+        self.grow_counts = [array("i") for _ in groups]
+        self.grow_ids = [array("i") for _ in groups]
+        self.token_position = 0
+        self.cache_outcomes = bytearray()
+        self.free_outcomes = bytearray()
+        self.tickets: list[int] = []
+        self.no_fit: NoFit | None = None
+        self.errors: list[OperationError] = []
+
+    def _check_runs(self) -> None:
+        given = {
+            OperationKind.ADMIT: len(self.step.admissions),
+            OperationKind.GROW: len(self.grow_handles),
+            OperationKind.CACHE: len(self.cache_handles),
+            OperationKind.FREE: len(self.free_handles),
+        }
+        counted = dict.fromkeys(given, 0)
+        for kind, count in self.step.runs:
+            if kind not in counted:
+                raise InvalidArgument(f"{kind} is not an OperationKind", field="runs.kind")
+            counted[OperationKind(kind)] += count
+        for kind, count in counted.items():
+            if count != given[kind]:
+                raise InvalidArgument(
+                    f"the runs count {count} {kind.name} operations, the columns hold "
+                    f"{given[kind]}",
+                    field="runs.count",
+                )
+
+    def run(self) -> StepResult:
+        for kind, count in self.step.runs:
+            if kind == OperationKind.ADMIT:
+                self._admit(count)
+            elif kind == OperationKind.GROW:
+                self._grow(count)
+            elif kind == OperationKind.CACHE:
+                self._cache(count)
+            else:
+                self._free(count)
+        return StepResult(
+            admissions=self.admissions,
+            grow_outcomes=_outcomes(self.grow_outcomes),
+            grow_counts=[_little_endian(column) for column in self.grow_counts],
+            grow_ids=[_little_endian(column) for column in self.grow_ids],
+            cache_outcomes=_outcomes(self.cache_outcomes),
+            free_outcomes=_outcomes(self.free_outcomes),
+            free_tickets=(
+                struct.pack(f"<{len(self.tickets)}Q", *self.tickets) if any(self.tickets) else b""
+            ),
+            no_fit=self.no_fit,
+            errors=self.errors,
+            free_blocks=self.depot.pool.num_free_blocks(self.session.view),
+        )
+
+    def _admit(self, count: int) -> None:
+        first = len(self.admissions)
+        for slots in self.step.admissions[first : first + count]:
+            if self.stopped:
+                self.admissions.append(SlotResult(Outcome.NOT_ATTEMPTED))
+            else:
+                try:
+                    result = self.depot.admit(self.session, slots, self.budget)
+                except KVDepotError as error:
+                    result = SlotResult(self._invalid(error))
+                else:
+                    self._spend(result.num_new_tokens)
+                self.admissions.append(result)
+                if result.outcome is not Outcome.OK:
+                    self._refuse()
+            self.index += 1
+
+    def _grow(self, count: int) -> None:
+        session, manager = self.session, self.session.manager
+        max_model_len = self.depot.config.max_model_len
+        view_step = session.view.step
+        groups = session.manager.coordinator.managers
+        outcomes = self.grow_outcomes
+        lookahead = self.step.grow.num_lookahead_tokens
+        first = len(outcomes)
+        for position in range(first, first + count):
+            new_blocks = None
+            tokens = self._appended(position) if self.appends else b""
+            if self.stopped:
+                outcome = Outcome.NOT_ATTEMPTED
+            else:
+                request = session.by_handle.get(self.grow_handles[position])
+                num_computed = self.grow_computed[position]
+                num_new = self.grow_new[position]
+                if request is None:
+                    outcome = Outcome.UNKNOWN_HANDLE
+                elif self.budget is not None and num_new > self.budget:
+                    outcome = Outcome.NO_BUDGET
+                else:
+                    try:
+                        if tokens:
+                            session.write_tokens(request, self._offset(position), tokens)
+                        if (
+                            num_new <= 0
+                            or not 0 <= num_computed <= request.num_tokens
+                            or num_computed + num_new > max_model_len
+                            or request.status is not RequestStatus.RUNNING
+                            or num_computed > session.num_slots(request)
+                        ):
+                            raise _bad_growth(request.status, num_computed, num_new)
+                        registered_from = groups[0].num_cached_blocks.get(request.request_id, 0)
+                        before, request.num_computed_tokens = (
+                            request.num_computed_tokens,
+                            num_computed,
+                        )
+                        new_blocks = manager.allocate_slots(
+                            request, num_new, num_lookahead_tokens=lookahead
+                        )
+                    except KVDepotError as error:
+                        outcome = self._invalid(error)
+                    else:
+                        if new_blocks is None:
+                            outcome = Outcome.NO_FIT
+                            request.num_computed_tokens = before
+                            self.depot.num_refusals += 1
+                            if self.no_fit is None:
+                                self.no_fit = manager.last_refusal
+                        else:
+                            outcome = Outcome.OK
+                            request.registered_from = registered_from
+                            request.registered_step = view_step
+                            self._spend(num_new)
+                if outcome is not Outcome.OK and outcome is not Outcome.UNKNOWN_HANDLE:
+                    self._refuse()
+            outcomes.append(outcome)
+            if new_blocks is None or new_blocks is manager.empty_kv_cache_blocks:
+                for counts in self.grow_counts:
+                    counts.append(0)
+            else:
+                for group, block_ids in enumerate(new_blocks.block_ids):
+                    self.grow_counts[group].append(len(block_ids))
+                    self.grow_ids[group].extend(block_ids)
+            self.index += 1
+
+    def _appended(self, position: int) -> bytes:
+        """The tokens of the operation at ``position``; they follow those before it."""
+        start = self.token_position
+        self.token_position = stop = start + TOKEN_BYTES * self.token_counts[position]
+        return self.step.grow.tokens[start:stop]
+
+    def _offset(self, position: int) -> int:
+        offset = self.token_offsets[position]
+        if offset < 0:
+            raise InvalidArgument(f"offset {offset} is negative", field="grow.token_offsets")
+        return offset
+
+    def _cache(self, count: int) -> None:
+        first = len(self.cache_outcomes)
+        for position in range(first, first + count):
+            request = self.session.by_handle.get(self.cache_handles[position])
+            if self.stopped:
+                outcome = Outcome.NOT_ATTEMPTED
+            elif request is None:
+                outcome = Outcome.UNKNOWN_HANDLE
+            else:
+                try:
+                    self.depot.confirm_computed(
+                        self.session, request, self.cache_computed[position]
+                    )
+                    outcome = Outcome.OK
+                except KVDepotError as error:
+                    outcome = self._invalid(error)
+                    self._refuse()
+            self.cache_outcomes.append(outcome)
+            self.index += 1
+
+    def _free(self, count: int) -> None:
+        first = len(self.free_outcomes)
+        for position in range(first, first + count):
+            request = self.session.by_handle.get(self.free_handles[position])
+            ticket = 0
+            if self.stopped:
+                outcome = Outcome.NOT_ATTEMPTED
+            elif request is None:
+                outcome = Outcome.UNKNOWN_HANDLE
+            else:
+                ticket = self.depot.free_request(
+                    self.session,
+                    request,
+                    FreeMode(self.free_modes[position]),
+                    bool(self.free_did_not_run[position]),
+                )
+                outcome = Outcome.OK
+            self.free_outcomes.append(outcome)
+            self.tickets.append(ticket)
+            self.index += 1
+
+    def _spend(self, num_tokens: int) -> None:
+        if self.budget is not None:
+            self.budget -= num_tokens
+
+    def _refuse(self) -> None:
+        if self.step.on_no_fit_stop:
+            self.stopped = True
+
+    def _invalid(self, error: KVDepotError) -> Outcome:
+        self.errors.append(OperationError(self.index, error.reason, error.message))
+        return Outcome.INVALID
+
+
+def _bad_growth(status: RequestStatus, num_computed: int, num_new: int) -> InvalidArgument:
+    if status is not RequestStatus.RUNNING:
+        return InvalidArgument(
+            f"the request is {status.name.lower()}: admit it first", field="grow.handles"
+        )
+    return InvalidArgument(
+        f"{num_computed} computed and {num_new} new tokens: the computed ones must be in the "
+        "request's tokens and slots, the new ones at least 1 and within max_model_len",
+        field="grow.num_computed_tokens",
+    )
+
+
+def _outcomes(column: bytearray) -> bytes:
+    return b"" if column.count(Outcome.OK) == len(column) else bytes(column)
+
+
+def _little_endian(column: array[int]) -> bytes:
+    return struct.pack(f"<{len(column)}i", *column)

@@ -1,0 +1,100 @@
+"""What one session sees of a pool that others share.
+
+vLLM counts tokens as computed when it schedules them, so a block is a hit before
+its bytes exist. That is right for the scheduler that ordered them, and wrong for
+everybody else. A view knows which step it is in and which step's writes have
+ended: blocks it registers are visible to itself at once, to others when that step
+has completed; blocks it frees can be taken by itself at once, by others when the
+step of their last use has completed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from kvcore.block import KVCacheBlock
+
+if TYPE_CHECKING:
+    from kvcore.block_pool import BlockPool
+
+
+class PoolView:
+    """One session's steps. A view that never begins a step sees all as written."""
+
+    __slots__ = ("_held", "_pending", "completed_step", "num_held_blocks", "pool", "step")
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+        self.step = 0
+        self.completed_step = 0
+        # (step, blocks), in order of step.
+        self._pending: deque[tuple[int, list[KVCacheBlock]]] = deque()
+        self._held: deque[tuple[int, list[KVCacheBlock]]] = deque()
+        # Free blocks that others must not take yet.
+        self.num_held_blocks = 0
+
+    def begin_step(self, step: int, completed_step: int) -> None:
+        """Enter ``step``; the writes of ``completed_step`` and before have ended.
+
+        Both only rise; ``completed_step`` < ``step``, unless nothing is in flight.
+        """
+        assert step >= self.step
+        assert completed_step >= self.completed_step
+        self.step = step
+        if completed_step != self.completed_step:
+            self.completed_step = completed_step
+            self._complete()
+
+    def add_pending(self, blocks: list[KVCacheBlock]) -> None:
+        """Blocks registered in this step; their bytes are not known to be written."""
+        for block in blocks:
+            block.pending_view = self
+            block.pending_step = self.step
+        self._pending.append((self.step, blocks))
+
+    def hold(self, blocks: list[KVCacheBlock]) -> None:
+        """Blocks freed in this step, which may still be read or written by it."""
+        for block in blocks:
+            block.held_by = self
+            block.held_step = self.step
+        self._held.append((self.step, blocks))
+        self.num_held_blocks += len(blocks)
+        self.pool.num_held_blocks += len(blocks)
+
+    def forget_pending(self) -> None:
+        """What is not known to be written now never will be: make it no hit."""
+        for _, blocks in self._pending:
+            for block in blocks:
+                if block.pending_view is self:
+                    self.pool.forget(block)
+        self._pending.clear()
+
+    def held_blocks(self) -> list[KVCacheBlock]:
+        """The free blocks that others must not take yet, each once."""
+        blocks = {
+            block.block_id: block
+            for _, held in self._held
+            for block in held
+            if block.held_by is self
+        }
+        return list(blocks.values())
+
+    def release(self, block: KVCacheBlock) -> None:
+        """``block`` is no longer free, or no longer held back."""
+        block.held_by = None
+        self.num_held_blocks -= 1
+        self.pool.num_held_blocks -= 1
+
+    def _complete(self) -> None:
+        completed = self.completed_step
+        pending, held = self._pending, self._held
+        while pending and pending[0][0] <= completed:
+            for block in pending.popleft()[1]:
+                # It may have lost its hash since, and gained another one later.
+                if block.pending_view is self and block.pending_step <= completed:
+                    self.pool.confirm(block)
+        while held and held[0][0] <= completed:
+            for block in held.popleft()[1]:
+                if block.held_by is self and block.held_step <= completed:
+                    self.release(block)

@@ -1,0 +1,200 @@
+"""Random sequences: a pool's configuration and a scheduler's day on it, from a seed alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from interpreter import FIRST_OUTPUT_TOKEN
+
+Operation = dict[str, Any]
+
+NUM_PREFIXES = 3
+LORAS = [["adapter-a", 1], ["adapter-b", 2]]
+SALTS = ["salt", "grain"]
+ANY = 1 << 16
+"""Picks are drawn below this and taken modulo the number of candidates."""
+
+DRAWN_PER_DONE = 6
+"""Operations drawn for each to be done: many apply to nothing when their turn comes."""
+
+WEIGHTS: dict[str, float] = {
+    "add": 8,
+    "twins": 1,
+    "lookup": 2,
+    "admit": 20,
+    "loaded": 2,
+    "grow": 28,
+    "output": 18,
+    "cache": 3,
+    "preempt": 3,
+    "finish": 5,
+    "free_again": 0.5,
+    "detach": 1.5,
+    "give_back": 1.5,
+    "evict": 1.5,
+    "invalidate": 0.7,
+    "reset": 0.6,
+    "new_step": 0.5,
+    "allocate_nothing": 0.3,
+    "query": 2,
+}
+
+
+@dataclass
+class Sequence:
+    """What both sides run. ``config`` holds plain JSON values, as ``ops`` do."""
+
+    seed: int
+    config: dict[str, Any]
+    ops: list[Operation] = field(default_factory=list)
+
+
+def make_sequence(seed: int, num_ops: int) -> Sequence:
+    """The sequence of that seed, of which both sides do the first ``num_ops`` that apply.
+
+    Each seed also draws its own mix of operations, so that some sequences are nearly all
+    decode, some nearly all admission under pressure, and so on.
+    """
+    rng = random.Random(seed)
+    config = {**_config(rng), "ops_max": num_ops}
+    maker = _Maker(rng, config)
+    names = list(WEIGHTS)
+    weights = [WEIGHTS[name] * rng.choice((0.3, 1, 1, 3)) for name in names]
+    sequence = Sequence(seed, config)
+    while len(sequence.ops) < num_ops * DRAWN_PER_DONE:
+        sequence.ops += maker.make(rng.choices(names, weights)[0])
+    return sequence
+
+
+def _config(rng: random.Random) -> dict[str, Any]:
+    block_size = rng.choice((4, 4, 16))
+    return {
+        "num_blocks": rng.choice((11, 17, 33, 33, 65, 129)),
+        "block_size": block_size,
+        "max_model_len": rng.choice((6, 12, 24)) * block_size + rng.choice((0, 1)),
+        "enable_caching": rng.random() < 0.9,
+        "events": rng.random() < 0.8,
+        "log_stats": rng.random() < 0.9,
+        "watermark": rng.choice((0.0, 0.0, 0.05, 0.2)),
+        "drain_every": rng.choice((1, 1, 3, 10)),
+    }
+
+
+class _Maker:
+    def __init__(self, rng: random.Random, config: dict[str, Any]) -> None:
+        self.rng = rng
+        self.config = config
+        self.num_requests = 0
+        self.lookahead = rng.choice((0, 0, 2, 5))
+        self.drafts_max = rng.choice((0, 0, 1, 4))
+        self.external = rng.random() < 0.5
+        self.shared = rng.choice((0.3, 0.8))
+        self.special = rng.choice((0.0, 0.3))
+
+    def make(self, name: str) -> list[Operation]:
+        maker: Callable[[], list[Operation]] = getattr(self, name, lambda: [self._who(name)])
+        return maker()
+
+    def _who(self, name: str, **arguments: Any) -> Operation:
+        return {"op": name, "who": self.rng.randrange(ANY), **arguments}
+
+    def _length(self) -> int:
+        """A token count: often a whole number of blocks, or one beside it."""
+        block_size, rng = self.config["block_size"], self.rng
+        if rng.random() < 0.5:
+            return max(1, rng.randint(1, 8) * block_size + rng.choice((-1, 0, 0, 1)))
+        return rng.randint(1, 8 * block_size)
+
+    def _chunk(self) -> int:
+        return self.rng.choice((1, self._length(), ANY, ANY))
+
+    # --- operations; those not named here take ``who`` alone ---------------------------
+
+    def add(self) -> list[Operation]:
+        rng = self.rng
+        tokens = []
+        if rng.random() < self.shared:
+            length = self._length()
+            tokens.append([1000 * rng.randrange(NUM_PREFIXES), length])
+            if rng.random() < 0.2:  # an earlier request's output, continued: a second turn
+                tokens.append([FIRST_OUTPUT_TOKEN + length, rng.randint(1, 20)])
+        if not tokens or rng.random() < 0.7:
+            tokens.append([100_000 + 1000 * rng.randrange(20), self._length()])
+        operation: Operation = {"op": "add", "who": f"r{self.num_requests}", "tokens": tokens}
+        self.num_requests += 1
+        if rng.random() < self.special:
+            operation["lora"] = rng.choice(LORAS)
+        if rng.random() < self.special:
+            operation["salt"] = rng.choice(SALTS)
+        if rng.random() < 0.05:
+            operation["skip_reading"] = True
+        return [operation]
+
+    def twins(self) -> list[Operation]:
+        """Two equal requests, admitted one after the other without looking at each other."""
+        first = self.add()[0]
+        second = {**first, "who": f"r{self.num_requests}"}
+        self.num_requests += 1
+        admissions = [{**self.admit()[0], "who": one["who"]} for one in (first, second)]
+        admissions[1]["use_hit"] = self.rng.random() < 0.5
+        return [first, second, *admissions]
+
+    def admit(self) -> list[Operation]:
+        rng = self.rng
+        operation = self._who("admit", chunk=self._chunk(), lookahead=self.lookahead)
+        if rng.random() < 0.1:
+            operation["use_hit"] = False
+        if self.external and rng.random() < 0.4:
+            operation["external"] = self._length()
+            operation["load"] = rng.random() < 0.6
+        if rng.random() < 0.05:
+            operation["delay"] = True
+        if rng.random() < 0.3:
+            operation["whole"] = True
+        if rng.random() < 0.2:
+            operation["reserved"] = rng.randint(1, 8)
+        if rng.random() < 0.5:
+            operation["scheduled"] = False
+        return [operation]
+
+    def loaded(self) -> list[Operation]:
+        return [self._who("loaded", percent=self.rng.choice((100, 100, 100, 60, 20, 0)))]
+
+    def grow(self) -> list[Operation]:
+        return [
+            self._who(
+                "grow",
+                chunk=self._chunk(),
+                drafts=self.rng.randint(0, self.drafts_max),
+                lookahead=self.lookahead,
+            )
+        ]
+
+    def output(self) -> list[Operation]:
+        accepted = self.rng.randint(0, self.drafts_max)
+        return [self._who("output", accepted=accepted, variant=self.rng.choice((0, 0, 0, 1)))]
+
+    def cache(self) -> list[Operation]:
+        return [self._who("cache", back=self.rng.choice((0, 0, 1, 5)))]
+
+    def detach(self) -> list[Operation]:
+        return [self._who("detach", keep=self.rng.random() < 0.5)]
+
+    def evict(self) -> list[Operation]:
+        count = self.rng.choice((1, 2, 8))
+        return [{"op": "evict", "blocks": [self.rng.randrange(ANY) for _ in range(count)]}]
+
+    def invalidate(self) -> list[Operation]:
+        return [self._who("invalidate", percent=self.rng.choice((0, 50, 80, 100)))]
+
+    def reset(self) -> list[Operation]:
+        return [{"op": "reset", "idle": self.rng.random() < 0.3}]
+
+    def new_step(self) -> list[Operation]:
+        return [{"op": "new_step"}]
+
+    def query(self) -> list[Operation]:
+        return [self._who("query", num_tokens=self.rng.choice((0, 1, self._length())))]
