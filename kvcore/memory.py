@@ -13,8 +13,8 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcore.errors import AlreadyExists, InvalidArgument, NotFound, ResourceExhausted
@@ -70,7 +70,7 @@ class PoolMemory:
             raise InvalidArgument(f"{name!r} cannot name a file", field="name")
         self.config = config
         self.nbytes = config.kv_cache.pool_bytes
-        self.path = os.path.join(directory, PREFIX + name + SUFFIX)
+        self.path = str(Path(directory) / (PREFIX + name + SUFFIX))
         self.layouts = {layout.name: layout for layout in layer_layouts(config)}
         self._by_group = [
             [layout for layout in self.layouts.values() if layout.group == group_id]
@@ -131,7 +131,7 @@ class PoolMemory:
     def close(self) -> None:
         """Removes the file. May be called again."""
         if self._fd >= 0:
-            os.unlink(self.path)
+            Path(self.path).unlink(missing_ok=True)
             os.close(self._fd)
             self._fd = -1
 
@@ -154,26 +154,20 @@ def remove_abandoned(directory: str) -> list[str]:
     A living owner holds a lock on its file, which ends with its process.
     """
     removed = []
-    for path in _pool_files(directory):
+    for path in Path(directory).glob(f"{PREFIX}*{SUFFIX}"):
         try:
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:  # another user's, or gone meanwhile
             continue
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.unlink(path)
-            removed.append(path)
+            path.unlink()
+            removed.append(str(path))
         except OSError:
             pass
         finally:
             os.close(fd)
     return removed
-
-
-def _pool_files(directory: str) -> Iterator[str]:
-    for entry in os.scandir(directory):
-        if entry.name.startswith(PREFIX) and entry.name.endswith(SUFFIX):
-            yield entry.path
 
 
 def _create(path: str) -> int:
@@ -189,7 +183,7 @@ def _create(path: str) -> int:
             f"{path} exists: another server uses it", reason="MAPPING_EXISTS", field="name"
         ) from None
     finally:
-        os.unlink(hidden)
+        Path(hidden).unlink()
     return fd
 
 
@@ -202,7 +196,7 @@ def _reserve(fd: int, path: str, nbytes: int) -> None:
         os.ftruncate(fd, 0)
         room = os.fstatvfs(fd)
         raise ResourceExhausted(
-            f"the pool needs {nbytes} bytes, but {os.path.dirname(path)} has room for "
+            f"the pool needs {nbytes} bytes, but {Path(path).parent} has room for "
             f"{room.f_bavail * room.f_frsize}: name fewer blocks or another directory",
             reason="MAPPING_TOO_LARGE",
             field="num_blocks",
