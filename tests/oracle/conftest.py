@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
+
 from harness import Oracle
 
 

@@ -119,7 +119,7 @@ class Interpreter:
             who, value = result
             resolved = operation if who is None else {**operation, "who": who}
             return resolved, {"result": value, **self._state()}
-        except Exception as error:  # noqa: BLE001  (any of vLLM's, any of ours)
+        except Exception as error:  # any of vLLM's, any of ours
             return operation, {"raised": f"{type(error).__name__}: {error}"}
 
     def _state(self) -> dict[str, Any]:
@@ -413,7 +413,7 @@ class Interpreter:
             return None
         try:
             self.manager.allocate_slots(self.live[name].request, 0)
-        except Exception:  # noqa: BLE001  (each has its own error)
+        except Exception:  # each has its own error
             return name, "refused"
         return name, "accepted"
 

@@ -17,7 +17,7 @@ SALTS = ["salt", "grain"]
 ANY = 1 << 16
 """Picks are drawn below this and taken modulo the number of candidates."""
 
-DRAWN_PER_DONE = 6
+DRAWN_PER_DONE = 10
 """Operations drawn for each to be done: many apply to nothing when their turn comes."""
 
 WEIGHTS: dict[str, float] = {
@@ -62,10 +62,10 @@ def make_sequence(seed: int, num_ops: int) -> Sequence:
     config = {**_config(rng), "ops_max": num_ops}
     maker = _Maker(rng, config)
     names = list(WEIGHTS)
-    weights = [WEIGHTS[name] * rng.choice((0.3, 1, 1, 3)) for name in names]
+    weights = [WEIGHTS[name] * rng.choice((0.5, 1, 1, 2.5)) for name in names]
     sequence = Sequence(seed, config)
-    while len(sequence.ops) < num_ops * DRAWN_PER_DONE:
-        sequence.ops += maker.make(rng.choices(names, weights)[0])
+    for name in rng.choices(names, weights, k=num_ops * DRAWN_PER_DONE):
+        sequence.ops += maker.make(name)
     return sequence
 
 

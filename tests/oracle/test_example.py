@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from harness import Local, Oracle, run_both
 from ours import KvcoreBackend
 from sequence import Operation

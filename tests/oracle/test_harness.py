@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from harness import Local, Oracle, OracleError, compare
 from ours import KvcoreBackend
 from sequence import WEIGHTS, make_sequence

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 
 import pytest
+
 from harness import Local, Oracle, compare
 from ours import KvcoreBackend
 from sequence import make_sequence
@@ -33,4 +34,4 @@ def test_random_sequences_agree(oracle: Oracle, seeds: range) -> None:
         report, num_agreed = compare(ours, oracle, make_sequence(seed, NUM_OPS))
         if report is not None:
             pytest.fail(report, pytrace=False)
-        assert num_agreed == NUM_OPS
+        assert num_agreed == NUM_OPS, f"seed {seed} draws too little that applies"

@@ -16,7 +16,6 @@ import sys
 from typing import Any
 
 import torch
-from digest import run_all
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
@@ -26,6 +25,8 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request, RequestStatus
+
+from digest import run_all
 
 GROUP_ID_BYTES = 4
 HASH = get_hash_fn_by_name("sha256_cbor")

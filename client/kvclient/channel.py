@@ -1,0 +1,76 @@
+"""How both clients reach a server: channel options, stubs, and when to try again."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from kvclient.errors import FailedPrecondition
+from kvdepot.v1 import admin_pb2_grpc, cache_pb2_grpc, event_pb2_grpc, transfer_pb2_grpc
+
+TIMEOUT_S = 30.0
+MAX_MESSAGE_BYTES = 64 << 20
+BACKOFFS_S = (0.05, 0.2, 0.8)
+"""Waits between attempts on a StepStream; unary calls have the policy below."""
+
+_RETRY_POLICY = {
+    "maxAttempts": len(BACKOFFS_S) + 1,
+    "initialBackoff": "0.05s",
+    "maxBackoff": "1s",
+    "backoffMultiplier": 4,
+    "retryableStatusCodes": ["UNAVAILABLE"],
+}
+_SERVICE_CONFIG = json.dumps(
+    {
+        "methodConfig": [
+            {
+                # Safe to send again: they read, or carry an op_seq.
+                "name": [
+                    {"service": "kvdepot.v1.KVCacheService"},
+                    {"service": "kvdepot.v1.KVTransferService"},
+                    {"service": "kvdepot.v1.KVAdminService"},
+                ],
+                "retryPolicy": _RETRY_POLICY,
+            },
+            # A second OpenSession would be a second session.
+            {"name": [{"service": "kvdepot.v1.KVCacheService", "method": "OpenSession"}]},
+        ]
+    }
+)
+
+
+def channel_options(max_message_bytes: int) -> list[tuple[str, Any]]:
+    """Options of a channel."""
+    return [
+        ("grpc.service_config", _SERVICE_CONFIG),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        # A server that restarts is found again soon.
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 5_000),
+        # A server that vanished is noticed within half a minute, also when idle.
+        ("grpc.keepalive_time_ms", 20_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+
+
+class Stubs:
+    """The services of one channel, synchronous or asyncio, by name."""
+
+    def __init__(self, channel: Any) -> None:
+        self.channel = channel
+        self.closed = False
+        self._services: dict[str, Any] = {
+            "KVCacheService": cache_pb2_grpc.KVCacheServiceStub(channel),
+            "KVEventService": event_pb2_grpc.KVEventServiceStub(channel),
+            "KVTransferService": transfer_pb2_grpc.KVTransferServiceStub(channel),
+            "KVAdminService": admin_pb2_grpc.KVAdminServiceStub(channel),
+        }
+
+    def method(self, service: str, method: str) -> Any:
+        """What to call. FailedPrecondition when the client is closed."""
+        if self.closed:
+            raise FailedPrecondition("the client is closed", reason="CLIENT_CLOSED")
+        return getattr(self._services[service], method)

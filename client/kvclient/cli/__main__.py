@@ -1,0 +1,5 @@
+"""``python -m kvclient.cli``: the same as ``kvdepot``."""
+
+from kvclient.cli import main
+
+main()

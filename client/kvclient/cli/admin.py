@@ -1,0 +1,80 @@
+"""``kvdepot stat`` and ``kvdepot audit``: what operators ask."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from kvclient.cli.options import json_option, print_json, progress_console, server_option
+from kvclient.client import Client
+from kvclient.values import Stats
+
+
+@click.command()
+@server_option
+@json_option
+def stat(target: str, as_json: bool) -> None:
+    """Show a server's figures."""
+    with Client(target) as client:
+        stats = client.stats()
+    if as_json:
+        print_json(asdict(stats))
+    else:
+        Console().print(_stats_table(stats))
+
+
+@click.command()
+@server_option
+@json_option
+def audit(target: str, as_json: bool) -> None:
+    """Check every invariant of a server's pool; status 1 if one is broken."""
+    # Of a large pool the check takes seconds, in which the server does nothing else.
+    with Client(target, timeout_s=300) as client, progress_console().status("auditing"):
+        report = client.audit()
+    if as_json:
+        print_json(asdict(report))
+    else:
+        for violation in report.violations:
+            click.echo(violation)
+        click.echo(
+            f"{report.num_blocks_checked} blocks and {report.num_requests_checked} requests "
+            f"checked: {len(report.violations)} violations"
+        )
+    if report.violations:
+        raise SystemExit(1)
+
+
+def _stats_table(stats: Stats) -> Table:
+    table = Table(title="kvdepot", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    usable = stats.num_blocks - 1
+    for name, value in (
+        ("epoch", stats.epoch),
+        ("uptime", f"{stats.uptime_seconds:,.0f} s"),
+        ("blocks", f"{usable:,} and the null block"),
+        ("  live", f"{stats.blocks.live:,}"),
+        ("  cached", f"{stats.blocks.cached:,}"),
+        ("  quarantined", f"{stats.blocks.quarantined:,}"),
+        ("  free", f"{stats.blocks.free:,}"),
+        ("usage", f"{stats.usage:.1%}"),
+        ("sessions", f"{stats.num_sessions:,}"),
+        ("requests", f"{stats.num_requests:,}"),
+        ("tokens queried", f"{stats.prefix_cache_queries:,}"),
+        ("tokens hit", _share(stats.prefix_cache_hits, stats.prefix_cache_queries)),
+        ("  of preempted requests", _share(stats.preempted_hits, stats.preempted_queries)),
+        ("evictions", f"{stats.evictions:,}"),
+        ("generation", f"{stats.generation:,}"),
+        ("events", f"{stats.next_event_sequence:,}"),
+        ("event subscribers", f"{stats.num_event_subscribers:,}"),
+        ("bytes pulled", f"{stats.pulled_bytes:,}"),
+    ):
+        table.add_row(name, value)
+    return table
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part:,} ({part / whole:.1%})" if whole else f"{part:,}"

@@ -1,0 +1,31 @@
+"""The command group; every command is a file beside this one."""
+
+from __future__ import annotations
+
+import click
+
+from kvclient.cli.admin import audit, stat
+from kvclient.cli.pull import pull
+from kvclient.cli.replay import demo, replay
+from kvclient.cli.serve import serve
+from kvclient.errors import KVDepotError
+
+
+class _Group(click.Group):
+    """Turns what the client raises into one line and status 1."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except KVDepotError as error:
+            raise click.ClickException(f"{error.message} ({error.reason})") from error
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="kvdepot")
+def main() -> None:
+    """kvdepot: a standalone KV-cache service for LLM inference."""
+
+
+for command in (serve, replay, demo, stat, pull, audit):
+    main.add_command(command)

@@ -1,0 +1,42 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+from rich.console import Console
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+DEFAULT_TARGET = "127.0.0.1:50051"
+
+
+def server_option(function: Function) -> Function:
+    """Which server to ask."""
+    return click.option(
+        "--server",
+        "target",
+        default=DEFAULT_TARGET,
+        show_default=True,
+        envvar="KVDEPOT_SERVER",
+        metavar="TARGET",
+        help="HOST:PORT or unix:/path of a running server.",
+    )(function)
+
+
+def json_option(function: Function) -> Function:
+    """Machine-readable output."""
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")(function)
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """``value`` on standard output."""
+    click.echo(json.dumps(value, indent=2))
+
+
+def progress_console() -> Console:
+    """Progress goes to standard error, so that standard output stays clean."""
+    return Console(stderr=True)

@@ -1,0 +1,96 @@
+"""``kvdepot pull``: copy cached blocks out of a server."""
+
+from __future__ import annotations
+
+from typing import BinaryIO
+
+import click
+from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+
+from kvclient.cli.options import json_option, print_json, progress_console, server_option
+from kvclient.client import Client
+from kvclient.events import BlockStored
+from kvclient.values import BlockStatus
+
+_BLOCKS_A_CALL = 4096
+
+
+@click.command()
+@click.argument("hashes", nargs=-1, metavar="[HASH]...")
+@server_option
+@click.option("--all", "everything", is_flag=True, help="Pull every block that is cached now.")
+@click.option("--group", default=0, show_default=True, help="KV cache group of the blocks.")
+@click.option(
+    "--output", type=click.File("wb"), help="Write the blocks' bytes there ('-': stdout)."
+)
+@json_option
+def pull(
+    hashes: tuple[str, ...],
+    target: str,
+    everything: bool,
+    group: int,
+    output: BinaryIO | None,
+    as_json: bool,
+) -> None:
+    """Pull blocks by hash (in hex), verify their checksums, and say how each went.
+
+    Status 1 if one is not there.
+    """
+    if bool(hashes) == everything:
+        raise click.UsageError("give the hashes of blocks, or --all")
+    counts = dict.fromkeys(BlockStatus, 0)
+    num_bytes = 0
+    blocks = []
+    with Client(target) as client:
+        wanted = _cached(client, group) if everything else [_parse(text) for text in hashes]
+        with Progress(
+            SpinnerColumn(),
+            TextColumn("pulling"),
+            MofNCompleteColumn(),
+            TextColumn("blocks"),
+            console=progress_console(),
+            transient=True,
+        ) as progress:
+            task = progress.add_task("", total=len(wanted))
+            for start in range(0, len(wanted), _BLOCKS_A_CALL):
+                part = wanted[start : start + _BLOCKS_A_CALL]
+                for block in client.pull_blocks(part, group, checksums=True):
+                    counts[block.status] += 1
+                    num_bytes += len(block.data)
+                    if output is not None:
+                        output.write(block.data)
+                    blocks.append((block.block_hash.hex(), block.status.name.lower()))
+                    progress.advance(task)
+    summary = {status.name.lower(): count for status, count in counts.items()}
+    # The bytes may go to standard output.
+    to_stderr = output is not None and output.name == "<stdout>"
+    if as_json and not to_stderr:
+        print_json({"bytes": num_bytes, **summary, "blocks": dict(blocks)})
+    else:
+        if not everything:
+            for name, status in blocks:
+                click.echo(f"{name} {status}", err=to_stderr)
+        text = ", ".join(f"{count} {name}" for name, count in summary.items())
+        click.echo(f"{text}; {num_bytes:,} bytes", err=to_stderr)
+    if counts[BlockStatus.READY] < len(wanted) and not everything:
+        raise SystemExit(1)
+
+
+def _parse(text: str) -> bytes:
+    try:
+        return bytes.fromhex(text)
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not hexadecimal", param_hint="HASH") from None
+
+
+def _cached(client: Client, group: int) -> list[bytes]:
+    """The hashes of a snapshot, parents first."""
+    hashes: list[bytes] = []
+    with client.stream_events(snapshot=True) as batches:
+        for batch in batches:
+            for event in batch.events:
+                if isinstance(event, BlockStored) and event.group == group:
+                    hashes.extend(event.block_hashes)
+            if batch.snapshot_end:
+                break
+    return hashes

@@ -1,0 +1,233 @@
+"""``kvdepot replay`` and ``kvdepot demo``: a trace through the service, proven by bytes."""
+
+from __future__ import annotations
+
+import signal
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+from kvclient.cli.options import json_option, print_json, progress_console
+
+if TYPE_CHECKING:
+    from kvclient.replay.report import Report
+    from kvclient.replay.settings import ReplaySettings
+
+_CAPACITY_TOKENS = 3_000_000
+
+
+@click.command()
+@click.argument("trace", required=False, type=click.Path(exists=True, dir_okay=False))
+@click.option(
+    "--server", "target", metavar="TARGET", help="A running server (default: an own one)."
+)
+@click.option("--schedulers", default=2, show_default=True, type=click.IntRange(1, 64))
+@click.option("--limit", type=click.IntRange(1), help="Stop after so many requests of the trace.")
+@click.option(
+    "--requests",
+    "num_requests",
+    default=400,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Length of the workload that is generated when no TRACE is given.",
+)
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Of all tokens.")
+@click.option("--model", default="tiny", show_default=True, help="Shape preset of the own server.")
+@click.option(
+    "--block-size", default=16, show_default=True, type=click.IntRange(1), help="Of the own server."
+)
+@click.option(
+    "--capacity-tokens",
+    type=click.IntRange(1),
+    help=f"Of the own server (default: {_CAPACITY_TOKENS:,}).",
+)
+@click.option(
+    "--num-blocks", type=click.IntRange(2), help="The same in blocks, with the null block."
+)
+@click.option("--layout", type=click.Choice(["block", "layer"]), help="Of the own server.")
+@click.option(
+    "--token-budget",
+    default=8192,
+    show_default=True,
+    type=click.IntRange(1),
+    help="New tokens in one step of a scheduler.",
+)
+@click.option(
+    "--max-running",
+    default=64,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Requests that a scheduler runs at a time.",
+)
+@click.option(
+    "--steps-in-flight",
+    default=2,
+    show_default=True,
+    type=click.IntRange(1, 16),
+    help="Steps scheduled before the first one's bytes are written; 1: none ahead.",
+)
+@click.option("--one-by-one", is_flag=True, help="Finish each request before the next one.")
+@click.option(
+    "--decode-stride",
+    type=click.IntRange(1),
+    help="Output tokens a step, within a block (default: 1; with --one-by-one the block).",
+)
+@click.option("--no-decode", is_flag=True, help="Compute prompts only.")
+@click.option(
+    "--unary-every",
+    default=8,
+    show_default=True,
+    type=click.IntRange(0),
+    help="Every so many requests one goes by unary calls; 0: none.",
+)
+@click.option("--no-bytes", is_flag=True, help="Keep books only: write, read and pull nothing.")
+@click.option(
+    "--verify-sample",
+    default=1.0,
+    show_default=True,
+    type=click.FloatRange(0, 1),
+    help="Share of the blocks that are read back.",
+)
+@click.option("--no-follow", is_flag=True, help="No event follower, no peer.")
+@json_option
+def replay(
+    trace: str | None,
+    target: str | None,
+    model: str,
+    block_size: int,
+    capacity_tokens: int | None,
+    num_blocks: int | None,
+    layout: str | None,
+    one_by_one: bool,
+    max_running: int,
+    decode_stride: int | None,
+    no_decode: bool,
+    no_bytes: bool,
+    no_follow: bool,
+    as_json: bool,
+    **plain: Any,
+) -> None:
+    """Drive a server as schedulers do, with the requests of TRACE, and check every byte.
+
+    TRACE is a .jsonl or .jsonl.gz file in the Mooncake project's format; without it a
+    workload of chats is generated. A server is started for it unless --server names one.
+    Status 1 if a byte, the event mirror or an invariant is wrong.
+    """
+    if num_blocks is not None and capacity_tokens is not None:
+        raise click.UsageError("--num-blocks and --capacity-tokens exclude each other")
+    settings = _settings(
+        trace=trace,
+        max_running=1 if one_by_one else max_running,
+        decode=not no_decode,
+        decode_stride=decode_stride or (block_size if one_by_one else 1),
+        with_bytes=not no_bytes,
+        follow=not no_follow,
+        **plain,
+    )
+    if one_by_one and settings.schedulers > 1:
+        raise click.UsageError("--one-by-one is for one scheduler: add --schedulers 1")
+    size = ["--capacity-tokens", str(capacity_tokens or _CAPACITY_TOKENS)]
+    if num_blocks is not None:
+        size = ["--num-blocks", str(num_blocks)]
+    server = ["--model", model, "--block-size", str(block_size), *size]
+    server += ["--layout", layout] if layout else []
+    server += ["--no-memory"] if no_bytes else []
+    report = _run(settings, target, server)
+    if as_json:
+        print_json(report.to_json())
+    else:
+        _print(report)
+    _exit(report)
+
+
+@click.command()
+@click.option("--requests", "num_requests", default=400, show_default=True, type=click.IntRange(1))
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(0))
+@json_option
+def demo(num_requests: int, seed: int, as_json: bool) -> None:
+    """Start a server, replay a generated workload on it, and say what one just saw."""
+    settings = _settings(num_requests=num_requests, seed=seed, max_running=32)
+    # Small on purpose: the cache must evict, and at times a request must wait.
+    report = _run(settings, None, ["--model", "tiny", "--capacity-tokens", "60000"])
+    if as_json:
+        print_json(report.to_json())
+    else:
+        _print(report)
+        _explain(report)
+    _exit(report)
+
+
+def _settings(**options: Any) -> ReplaySettings:
+    try:
+        from kvclient.replay.settings import ReplaySettings
+    except ModuleNotFoundError as error:
+        raise click.ClickException(
+            f"replaying needs {error.name}: pip install {error.name}, or 'kvdepot[server]'"
+        ) from error
+    return ReplaySettings(**options)
+
+
+def _run(settings: ReplaySettings, target: str | None, server_options: list[str]) -> Report:
+    from kvclient.replay.runner import Runner
+    from kvclient.replay.scheduler import ReplayError
+    from kvclient.replay.server import own_server
+    from kvclient.replay.trace import TraceError
+
+    def on_terminate(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)  # so that everything started is stopped
+
+    previous = signal.signal(signal.SIGTERM, on_terminate)
+    try:
+        requests = settings.load_trace()
+        longest = max(request.input_length + request.output_length for request in requests)
+        if target is None:
+            server_options += ["--max-model-len", str(max(longest, 131_072))]
+        with (
+            own_server(server_options) if target is None else nullcontext(target) as address,
+            Progress(
+                TextColumn("replaying"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("requests"),
+                TimeElapsedColumn(),
+                console=progress_console(),
+                transient=True,
+            ) as progress,
+        ):
+            task = progress.add_task("", total=len(requests))
+            runner = Runner(address, settings, lambda done: progress.update(task, completed=done))
+            return runner.run()
+    except (ReplayError, TraceError) as error:
+        raise click.ClickException(str(error)) from error
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _print(report: Report) -> None:
+    from kvclient.cli.report import latency_table, report_table
+
+    console = Console()
+    console.print(report_table(report))
+    console.print(latency_table(report))
+
+
+def _explain(report: Report) -> None:
+    from kvclient.cli.report import explanation
+
+    Console().print(explanation(report))
+
+
+def _exit(report: Report) -> None:
+    for failure in report.failures:
+        click.echo(f"WRONG: {failure}", err=True)
+    if not report.ok:
+        raise SystemExit(1)

@@ -1,0 +1,394 @@
+"""Between the wire's messages and the client's values."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from kvclient.errors import DataLoss, InternalError, InvalidArgument
+from kvclient.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
+from kvclient.values import (
+    AuditReport,
+    BlockStates,
+    BlockStatus,
+    BlockTables,
+    Column,
+    Content,
+    ExtraKeys,
+    GrowResults,
+    Hit,
+    KVCacheGroup,
+    LayerLayout,
+    NoFit,
+    OperationError,
+    Outcome,
+    PoolDescription,
+    PulledBlock,
+    SlotRequest,
+    SlotResult,
+    Stats,
+    Step,
+    StepMark,
+    StepResult,
+    Tokens,
+    int32_column,
+    token_bytes,
+)
+from kvdepot.v1 import admin_pb2, cache_pb2, event_pb2, transfer_pb2, types_pb2
+
+_SPEC_KINDS = {types_pb2.SPEC_KIND_FULL_ATTENTION: "full_attention"}
+_LAYOUTS = {types_pb2.POOL_LAYOUT_BLOCK: "block", types_pb2.POOL_LAYOUT_LAYER: "layer"}
+_REMOVAL_REASONS = {event_pb2.REMOVAL_REASON_EVICTED: "evicted"}
+
+
+# --- requests -------------------------------------------------------------------------
+
+
+def uint32(value: int, field: str) -> int:
+    """``value``, if the wire can carry it."""
+    if not 0 <= value < 1 << 32:
+        raise InvalidArgument(f"{field} must be in [0, 2**32), got {value}", field=field)
+    return value
+
+
+def uint64(value: int, field: str) -> int:
+    """``value``, if the wire can carry it."""
+    if not 0 <= value < 1 << 64:
+        raise InvalidArgument(f"{field} must be in [0, 2**64), got {value}", field=field)
+    return value
+
+
+def tokens(values: Tokens) -> bytes:
+    """Little-endian uint32."""
+    try:
+        return token_bytes(values)
+    except (OverflowError, TypeError) as error:
+        raise InvalidArgument(f"tokens: {error}", field="tokens") from None
+
+
+def column(values: Column, field: str) -> bytes:
+    """Little-endian int32."""
+    try:
+        return int32_column(values)
+    except (OverflowError, TypeError) as error:
+        raise InvalidArgument(f"{field}: {error}", field=field) from None
+
+
+def set_context(
+    context: types_pb2.CallContext,
+    *,
+    session_id: str,
+    epoch: str,
+    op_seq: int,
+    mark: StepMark | None,
+) -> None:
+    """Says whose call it is and where it belongs."""
+    context.session_id = session_id
+    context.epoch = epoch
+    context.op_seq = op_seq
+    if mark is not None:
+        context.step = uint64(mark.step, "step")
+        context.completed_step = uint64(mark.completed_step, "completed_step")
+
+
+def extra_keys(keys: ExtraKeys | None, lora_id: int | None) -> types_pb2.ExtraKeys | None:
+    """What enters the hashes besides tokens."""
+    if keys is None and lora_id is None:
+        return None
+    keys = keys or ExtraKeys()
+    return types_pb2.ExtraKeys(
+        lora_name=keys.lora_name,
+        lora_id=None if lora_id is None else uint64(lora_id, "lora_id"),
+        cache_salt=keys.cache_salt,
+        multimodal=[
+            types_pb2.MultimodalItem(
+                identifier=item.identifier,
+                offset=uint32(item.offset, "multimodal.offset"),
+                length=uint32(item.length, "multimodal.length"),
+            )
+            for item in keys.multimodal
+        ],
+        prompt_embeds_digests=keys.prompt_embeds_digest,
+    )
+
+
+def content(value: Content | Tokens | None) -> cache_pb2.RequestContent | None:
+    """What is new about a request; bare tokens introduce it."""
+    if value is None:
+        return None
+    if not isinstance(value, Content):
+        value = Content(tokens=value)
+    return cache_pb2.RequestContent(
+        token_offset=uint32(value.token_offset, "token_offset"),
+        tokens=tokens(value.tokens),
+        extra_keys=extra_keys(value.extra_keys, value.lora_id),
+        num_prompt_tokens=(
+            None
+            if value.num_prompt_tokens is None
+            else uint32(value.num_prompt_tokens, "num_prompt_tokens")
+        ),
+        skip_reading_prefix_cache=value.skip_reading_prefix_cache,
+    )
+
+
+_SLOT_COUNTS = (
+    "num_computed_tokens",
+    "num_new_tokens",
+    "max_new_tokens",
+    "new_tokens_alignment",
+    "num_new_computed_tokens",
+    "num_lookahead_tokens",
+    "num_external_computed_tokens",
+    "reserved_blocks",
+)
+
+
+def slot_request(slots: SlotRequest) -> cache_pb2.SlotRequest:
+    """The arguments of one allocation."""
+    counts = {name: getattr(slots, name) for name in _SLOT_COUNTS}
+    return cache_pb2.SlotRequest(
+        request_id=slots.request_id,
+        content=content(slots.content),
+        lookup=slots.lookup,
+        delay_cache_blocks=slots.delay_cache_blocks,
+        full_sequence_must_fit=slots.full_sequence_must_fit,
+        has_scheduled_reqs=slots.has_scheduled_reqs,
+        **{name: uint32(value, name) for name, value in counts.items() if value is not None},
+    )
+
+
+def step_request(step: Step) -> cache_pb2.StepRequest:
+    """A Step in columns."""
+    request = cache_pb2.StepRequest(
+        on_no_fit=(
+            cache_pb2.ON_NO_FIT_STOP if step.on_no_fit_stop else cache_pb2.ON_NO_FIT_CONTINUE
+        ),
+        token_budget=(
+            None if step.token_budget is None else uint32(step.token_budget, "token_budget")
+        ),
+        admissions=[slot_request(admission) for admission in step.admissions],
+    )
+    for kind, count in step.runs:
+        request.runs.add(kind=int(kind), count=uint32(count, "runs.count"))
+    if step.grow.handles:
+        grow = request.grow
+        grow.handles = column(step.grow.handles, "grow.handles")
+        grow.num_computed_tokens = column(step.grow.num_computed_tokens, "grow.num_computed_tokens")
+        grow.num_new_tokens = column(step.grow.num_new_tokens, "grow.num_new_tokens")
+        grow.token_offsets = column(step.grow.token_offsets, "grow.token_offsets")
+        grow.token_counts = column(step.grow.token_counts, "grow.token_counts")
+        grow.tokens = tokens(step.grow.tokens)
+        grow.num_lookahead_tokens = uint32(
+            step.grow.num_lookahead_tokens, "grow.num_lookahead_tokens"
+        )
+    if step.cache.handles:
+        request.cache.handles = column(step.cache.handles, "cache.handles")
+        request.cache.num_computed_tokens = column(
+            step.cache.num_computed_tokens, "cache.num_computed_tokens"
+        )
+    if step.free.handles:
+        request.free.handles = column(step.free.handles, "free.handles")
+        request.free.modes = bytes(step.free.modes)
+        request.free.did_not_run = bytes(step.free.did_not_run)
+    return request
+
+
+# --- replies --------------------------------------------------------------------------
+
+
+def block_tables(tables: Iterable[types_pb2.BlockIds]) -> BlockTables:
+    """One list a KV cache group."""
+    return tuple([list(table.ids) for table in tables])
+
+
+def hit(reply: cache_pb2.GetComputedBlocksResponse) -> Hit:
+    """The answer to a lookup."""
+    return Hit(reply.num_computed_tokens, block_tables(reply.blocks), reply.handle)
+
+
+def no_fit(refusal: cache_pb2.NoFit) -> NoFit:
+    """Why an allocation was refused."""
+    return NoFit(
+        refusal.needed_blocks,
+        refusal.free_blocks,
+        refusal.reserved_blocks,
+        refusal.watermark_blocks,
+    )
+
+
+def slot_result(result: cache_pb2.SlotResult) -> SlotResult:
+    """The answer to one allocation."""
+    return SlotResult(
+        outcome=Outcome(result.outcome),
+        num_new_computed_tokens=result.num_new_computed_tokens,
+        num_new_tokens=result.num_new_tokens,
+        hit_blocks=block_tables(result.hit_blocks),
+        new_blocks=block_tables(result.new_blocks),
+        handle=result.handle,
+        no_fit=no_fit(result.no_fit) if result.HasField("no_fit") else None,
+    )
+
+
+def step_result(reply: cache_pb2.StepResponse) -> StepResult:
+    """The answer to a Step; its columns stay bytes."""
+    new_blocks = reply.grow.new_blocks
+    tickets = reply.free.tickets
+    return StepResult(
+        admissions=[slot_result(admission) for admission in reply.admissions],
+        grow=GrowResults(
+            outcomes=reply.grow.outcomes,
+            counts=tuple(blocks.counts for blocks in new_blocks),
+            ids=tuple(blocks.ids for blocks in new_blocks),
+        ),
+        cache_outcomes=reply.cache.outcomes,
+        free_outcomes=reply.free.outcomes,
+        free_tickets=struct.unpack(f"<{len(tickets) // 8}Q", tickets),
+        no_fit=no_fit(reply.no_fit) if reply.HasField("no_fit") else None,
+        errors=[OperationError(e.index, e.reason, e.message) for e in reply.errors],
+        free_blocks=reply.free_blocks,
+    )
+
+
+def pool_description(pool: types_pb2.PoolDescription, epoch: str) -> PoolDescription:
+    """The server's pool."""
+    return PoolDescription(
+        epoch=epoch,
+        fingerprint=pool.fingerprint,
+        num_blocks=pool.num_blocks,
+        groups=tuple(
+            KVCacheGroup(
+                kind=_SPEC_KINDS.get(group.kind, "unknown"),
+                block_size=group.block_size,
+                num_kv_heads=group.num_kv_heads,
+                head_size=group.head_size,
+                dtype=group.dtype,
+                page_size_bytes=group.page_size_bytes,
+                layer_names=tuple(group.layer_names),
+            )
+            for group in pool.groups
+        ),
+        layout=_LAYOUTS.get(pool.layout, "unknown"),
+        layers=tuple(
+            LayerLayout(layer.name, layer.offset_bytes, layer.block_stride_bytes, layer.group)
+            for layer in pool.layers
+        ),
+        mapping_path=pool.mapping_path,
+        mapping_bytes=pool.mapping_bytes,
+        hash_scheme=pool.hash_scheme,
+        hash_seed=pool.hash_seed,
+        hash_block_size=pool.hash_block_size,
+        max_model_len=pool.max_model_len,
+        enable_prefix_caching=pool.enable_prefix_caching,
+    )
+
+
+def stats(reply: admin_pb2.GetStatsResponse) -> Stats:
+    """The server's figures."""
+    blocks = reply.blocks
+    return Stats(
+        epoch=reply.epoch,
+        uptime_seconds=reply.uptime_seconds,
+        num_blocks=reply.num_blocks,
+        blocks=BlockStates(blocks.live, blocks.cached, blocks.quarantined, blocks.free),
+        usage=reply.usage,
+        num_sessions=reply.num_sessions,
+        num_requests=reply.num_requests,
+        prefix_cache_queries=reply.prefix_cache_queries,
+        prefix_cache_hits=reply.prefix_cache_hits,
+        preempted_queries=reply.preempted_queries,
+        preempted_hits=reply.preempted_hits,
+        evictions=reply.evictions,
+        generation=reply.generation,
+        next_event_sequence=reply.next_event_sequence,
+        pulled_bytes=reply.pulled_bytes,
+        num_event_subscribers=reply.num_event_subscribers,
+    )
+
+
+def audit_report(reply: admin_pb2.AuditResponse) -> AuditReport:
+    """What Audit found."""
+    return AuditReport(
+        tuple(reply.violations), reply.num_blocks_checked, reply.num_requests_checked
+    )
+
+
+def pulled_blocks(
+    reply: transfer_pb2.PullBlocksResponse, block_hashes: Sequence[bytes]
+) -> Iterator[PulledBlock]:
+    """The blocks of one message. DataLoss when a checksum does not match."""
+    num_ready = sum(status == transfer_pb2.BLOCK_STATUS_READY for status in reply.statuses)
+    block_bytes = len(reply.data) // num_ready if num_ready else 0
+    if block_bytes * num_ready != len(reply.data) or len(reply.checksums) not in (0, num_ready):
+        raise InternalError("the blocks' bytes do not match their number", reason="BAD_REPLY")
+    position = 0
+    for index, status in enumerate(reply.statuses, reply.first_index):
+        data = b""
+        if status == transfer_pb2.BLOCK_STATUS_READY:
+            data = reply.data[position * block_bytes : (position + 1) * block_bytes]
+            if reply.checksums and zlib.crc32(data) != reply.checksums[position]:
+                raise DataLoss(
+                    f"block {block_hashes[index].hex()} came damaged",
+                    reason="CHECKSUM_MISMATCH",
+                    retryable=True,
+                )
+            position += 1
+        yield PulledBlock(block_hashes[index], BlockStatus(status), data)
+
+
+# --- events ---------------------------------------------------------------------------
+
+
+def event_batch(message: event_pb2.StreamEventsResponse) -> EventBatch:
+    """One message of the event stream."""
+    return EventBatch(
+        epoch=message.epoch,
+        first_sequence=message.first_sequence,
+        timestamp_seconds=message.timestamp_seconds,
+        events=tuple([event(item) for item in message.events]),
+        snapshot=message.snapshot,
+        snapshot_end=message.snapshot_end,
+    )
+
+
+def event(message: event_pb2.Event) -> Event:
+    """One event. InternalError for a kind that this client does not know."""
+    kind = message.WhichOneof("event")
+    if kind == "block_stored":
+        return _block_stored(message.block_stored)
+    if kind == "block_removed":
+        removed = message.block_removed
+        return BlockRemoved(
+            tuple(removed.block_hashes),
+            removed.group,
+            removed.medium,
+            _REMOVAL_REASONS.get(removed.reason, "unknown"),
+        )
+    if kind == "all_blocks_cleared":
+        return AllBlocksCleared(message.all_blocks_cleared.generation)
+    raise InternalError("an event of an unknown kind", reason="UNKNOWN_EVENT")
+
+
+def _block_stored(stored: event_pb2.BlockStored) -> BlockStored:
+    has = stored.HasField
+    return BlockStored(
+        block_hashes=tuple(stored.block_hashes),
+        parent_block_hash=stored.parent_block_hash if has("parent_block_hash") else None,
+        token_ids=stored.token_ids,
+        block_size=stored.block_size,
+        lora_id=stored.lora_id if has("lora_id") else None,
+        lora_name=stored.lora_name if has("lora_name") else None,
+        extra_keys=tuple(
+            tuple([_extra_key(key) for key in keys.keys]) for keys in stored.extra_keys
+        ),
+        group=stored.group,
+        spec_kind=_SPEC_KINDS.get(stored.spec_kind, "unknown"),
+        medium=stored.medium,
+    )
+
+
+def _extra_key(key: event_pb2.ExtraKey) -> Any:
+    if key.WhichOneof("key") == "multimodal":
+        return key.multimodal.identifier, key.multimodal.offset
+    return key.digest if key.WhichOneof("key") == "digest" else key.text

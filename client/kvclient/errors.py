@@ -1,0 +1,165 @@
+"""What a call can raise: the server's errors, with the names they have there.
+
+One table between status codes and classes; nothing of gRPC leaks to the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.rpc.status_pb2 import Status
+
+from kvdepot.v1 import types_pb2
+
+
+class KVDepotError(Exception):
+    """Base of all errors of this client.
+
+    ``reason`` is stable and upper snake case; ``field`` names the offending input,
+    if there is one; ``retryable`` says whether the same call may succeed later.
+    ``answered``: the server itself said so; False when the call failed on the way, or
+    never left.
+    """
+
+    answered = False
+
+    def __init__(
+        self, message: str, *, reason: str, field: str = "", retryable: bool = False
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.reason = reason
+        self.field = field
+        self.retryable = retryable
+
+
+class InvalidArgument(KVDepotError):
+    """The call is malformed, whatever the state."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        reason: str = "INVALID_ARGUMENT",
+        field: str = "",
+        retryable: bool = False,
+    ) -> None:
+        super().__init__(message, reason=reason, field=field, retryable=retryable)
+
+
+class NotFound(KVDepotError):
+    """A session, request, ticket or layer that is not known."""
+
+
+class AlreadyExists(KVDepotError):
+    """A request id in use with other content."""
+
+
+class FailedPrecondition(KVDepotError):
+    """The state forbids the call: a stale epoch, a wrong sequence, a busy reset."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        reason: str,
+        field: str = "",
+        retryable: bool = False,
+        current_epoch: str | None = None,
+        expected_op_seq: int | None = None,
+    ) -> None:
+        super().__init__(message, reason=reason, field=field, retryable=retryable)
+        self.current_epoch = current_epoch
+        self.expected_op_seq = expected_op_seq
+
+
+class ResourceExhausted(KVDepotError):
+    """A configured limit is reached."""
+
+
+class Unavailable(KVDepotError):
+    """The server cannot be reached, or is going away."""
+
+
+class DeadlineExceeded(KVDepotError):
+    """No answer in time; whether the call took effect is not known."""
+
+
+class Cancelled(KVDepotError):
+    """The call was cancelled, by this side or by closing the client."""
+
+
+class OutOfRange(KVDepotError):
+    """A cursor that is no longer kept."""
+
+
+class DataLoss(KVDepotError):
+    """A cursor of an earlier life of the server, or bytes that do not match."""
+
+
+class Unauthenticated(KVDepotError):
+    """The server does not know who calls."""
+
+
+class PermissionDenied(KVDepotError):
+    """The caller may not do this."""
+
+
+class InternalError(KVDepotError):
+    """The server or the wire broke a promise; a bug."""
+
+
+_BY_CODE: dict[grpc.StatusCode, type[KVDepotError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidArgument,
+    grpc.StatusCode.NOT_FOUND: NotFound,
+    grpc.StatusCode.ALREADY_EXISTS: AlreadyExists,
+    grpc.StatusCode.FAILED_PRECONDITION: FailedPrecondition,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: ResourceExhausted,
+    grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.CANCELLED: Cancelled,
+    grpc.StatusCode.OUT_OF_RANGE: OutOfRange,
+    grpc.StatusCode.DATA_LOSS: DataLoss,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
+}
+_RETRYABLE_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+_DETAILS_KEY = "grpc-status-details-bin"
+
+
+def from_rpc_error(error: grpc.RpcError) -> KVDepotError:
+    """The typed error of a failed call, synchronous or asyncio."""
+    code = error.code()
+    message = error.details() or code.name
+    error_class = _BY_CODE.get(code, InternalError)
+    detail = _detail(error.trailing_metadata())
+    if detail is None:
+        return error_class(message, reason=code.name, retryable=code in _RETRYABLE_CODES)
+    typed = error_class(
+        message, reason=detail.reason, field=detail.field, retryable=detail.retryable
+    )
+    typed.answered = True
+    if isinstance(typed, FailedPrecondition):
+        if detail.HasField("current_epoch"):
+            typed.current_epoch = detail.current_epoch
+        if detail.HasField("expected_op_seq"):
+            typed.expected_op_seq = detail.expected_op_seq
+    return typed
+
+
+def _detail(metadata: Iterable[Any] | None) -> types_pb2.ErrorDetail | None:
+    """The ErrorDetail within the call's google.rpc.Status; None without a readable one."""
+    detail = types_pb2.ErrorDetail()
+    for key, value in metadata or ():
+        if key != _DETAILS_KEY or not isinstance(value, bytes):
+            continue
+        try:
+            for packed in Status.FromString(value).details:
+                if packed.Unpack(detail):
+                    return detail
+        except DecodeError:
+            return None
+    return None

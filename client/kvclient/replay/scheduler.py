@@ -1,0 +1,397 @@
+"""A scheduler's loop: continuous batching with chunked prefill, decode and preemption.
+
+It does as an engine's scheduler does, one Step a scheduler step: free what finished, grow
+what runs, admit what waits; a refusal to grow preempts the request admitted last. Every few
+requests go by the unary calls instead, so that those are exercised and timed as well.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from kvclient.client import Session
+from kvclient.replay.job import Job, make_job
+from kvclient.replay.settings import ReplaySettings
+from kvclient.replay.tally import Tally
+from kvclient.replay.trace import TRACE_BLOCK_SIZE, TraceRequest
+from kvclient.replay.worker import StepWork, Worker
+from kvclient.values import (
+    Content,
+    Free,
+    FreeMode,
+    Grow,
+    OperationKind,
+    Outcome,
+    SlotRequest,
+    SlotResult,
+    Step,
+    StepMark,
+)
+
+_ADMISSIONS_MAX = 16  # in one Step
+_IDLE_SECONDS = 0.002  # before a pool that others filled is asked again
+
+
+class ReplayError(Exception):
+    """The replay cannot go on; the message says why."""
+
+
+class Scheduler:
+    """Runs requests over one session, with a worker (None: no bytes)."""
+
+    def __init__(
+        self,
+        session: Session,
+        worker: Worker | None,
+        requests: Iterator[TraceRequest],
+        settings: ReplaySettings,
+        tally: Tally,
+    ) -> None:
+        self.running: list[Job] = []
+        self._session = session
+        self._stream = session.step_stream()
+        self._worker = worker
+        self._requests = requests
+        self._settings = settings
+        self._tally = tally
+        self._block_size = session.pool.groups[0].block_size
+        self._num_usable_blocks = session.pool.num_blocks - 1
+        self._rng = random.Random(settings.seed)
+        self._waiting: deque[Job] = deque()
+        self._finished: list[Job] = []  # in the last step, by Steps
+        self._finished_unary: list[Job] = []
+        self._queue: deque[StepWork] = deque()  # steps whose writes have not ended
+        self._work = StepWork()
+        self._mark = StepMark(0, 0)
+
+    def run(self, on_step: Callable[[], bool]) -> None:
+        """Everything, to the end; stops early once ``on_step`` answers False.
+
+        Raises WrongBytes, ReplayError, and what the client raises.
+        """
+        while self._fill() or self.running or self._finished or self._finished_unary:
+            if not on_step():
+                return
+            self.step()
+        self._complete(0)
+        self._stream.close()
+
+    def step(self) -> None:
+        """One scheduler step."""
+        settings = self._settings
+        number = self._mark.step + 1
+        self._complete(0 if self._finished_unary else settings.steps_in_flight - 1)
+        completed = self._queue[0].step - 1 if self._queue else number - 1
+        self._mark = StepMark(number, completed)
+        self._work = StepWork(number)
+        self._tally.steps += 1
+        for job in self._finished_unary:
+            self._end_unary(job)
+        self._finished_unary.clear()
+
+        budget, refused = self._grow_and_admit(settings.token_budget)
+        budget = self._grow_unary(budget)
+        if not refused:
+            self._admit_unary(budget)
+        self._collect_finished()
+        self._queue.append(self._work)
+        if not (self._work.writes or self.running):
+            # Others hold the pool: let them go on, and meet them in another order.
+            time.sleep(_IDLE_SECONDS * (1 + self._rng.random()))
+
+    # --- by Steps ---------------------------------------------------------------------
+
+    def _grow_and_admit(self, budget: int) -> tuple[int, bool]:
+        """Frees, growth and admissions in one Step, and more while growth is refused.
+
+        Answers the budget left, and whether something was refused.
+        """
+        frees = [(job, FreeMode.FINISH) for job in self._finished]
+        self._finished = []
+        plan = self._growth_plan(budget)
+        admit = self._candidates(budget - sum(count for _, count, _ in plan))
+        refused = False
+        while frees or plan or admit:
+            num_grown, spent, ok = self._call(frees, plan, admit, budget)
+            budget -= spent
+            refused = refused or not ok
+            frees, admit, plan = [], [], plan[num_grown:]
+            if plan:  # the first of them was refused
+                victim = self.running.pop()
+                plan = [item for item in plan if item[0] is not victim]
+                if victim.unary:
+                    self._free_unary(victim, FreeMode.PREEMPT)
+                else:
+                    frees = [(victim, FreeMode.PREEMPT)]
+                self._preempted(victim)
+        return budget, refused
+
+    def _growth_plan(self, budget: int) -> list[tuple[Job, int, int]]:
+        """Job, tokens to compute and tokens new to the server, in order of admission."""
+        plan = []
+        for job in self.running:
+            if job.unary or budget <= 0:
+                continue
+            count, appended = job.growth(budget, self._settings.decode_stride, self._block_size)
+            plan.append((job, count, appended))
+            budget -= count
+        return plan
+
+    def _candidates(self, budget: int) -> list[Job]:
+        """Waiting jobs that the budget may reach, were nothing of them cached."""
+        jobs: list[Job] = []
+        room = min(self._settings.max_running - len(self.running), _ADMISSIONS_MAX)
+        for job in self._waiting:
+            if len(jobs) >= room or budget <= 0 or job.unary:
+                break
+            jobs.append(job)
+            budget -= job.num_known
+        return jobs
+
+    def _call(
+        self,
+        frees: list[tuple[Job, FreeMode]],
+        plan: list[tuple[Job, int, int]],
+        admit: list[Job],
+        budget: int,
+    ) -> tuple[int, int, bool]:
+        """One Step. Answers how many of the plan grew, tokens spent, and whether all fitted."""
+        runs = (
+            (OperationKind.FREE, len(frees)),
+            (OperationKind.GROW, len(plan)),
+            (OperationKind.ADMIT, len(admit)),
+        )
+        step = Step(
+            runs=[run for run in runs if run[1]],
+            token_budget=budget,
+            free=Free(
+                [job.handle for job, _ in frees],
+                [mode for _, mode in frees],
+                [mode is FreeMode.PREEMPT for _, mode in frees],
+            ),
+            grow=_grow_columns(plan),
+            admissions=[self._admission(job, bool(self.running)) for job in admit],
+        )
+        with self._tally.timed("Step"):
+            result = self._stream.call(step, mark=self._mark)
+        self._tally.operations += len(frees) + len(plan) + len(admit)
+        if result.errors or any(outcome != Outcome.OK for outcome in result.free_outcomes):
+            raise ReplayError(f"a Step broke a rule: {result.errors or result.free_outcomes!r}")
+
+        ok = True
+        num_grown = spent = 0
+        outcomes = result.grow.outcomes or bytes([Outcome.OK]) * len(plan)
+        for (job, count, appended), outcome, new_blocks in zip(
+            plan, outcomes, result.grow.new_blocks(), strict=True
+        ):
+            if outcome != Outcome.OK:
+                ok = False
+                self._tally.refusals += outcome == Outcome.NO_FIT
+                if outcome not in (Outcome.NO_FIT, Outcome.NOT_ATTEMPTED):
+                    raise ReplayError(f"{job.request_id} cannot grow: {Outcome(outcome).name}")
+                continue
+            num_grown += 1
+            job.num_known += appended
+            self._computed(job, count, new_blocks)
+            spent += count
+        for job, answer in zip(admit, result.admissions, strict=True):
+            if self._admitted(job, answer):
+                spent += answer.num_new_tokens
+            else:
+                ok = ok and answer.outcome == Outcome.NO_BUDGET
+        return num_grown, spent, ok
+
+    # --- by unary calls ---------------------------------------------------------------
+
+    def _grow_unary(self, budget: int) -> int:
+        """Growth by AllocateSlots; a refused request is preempted itself."""
+        for job in [job for job in self.running if job.unary]:
+            if budget <= 0:
+                break
+            count, appended = job.growth(budget, self._settings.decode_stride, self._block_size)
+            tokens = job.tokens_between(job.num_known, job.num_known + appended)
+            result = self._allocate(
+                SlotRequest(
+                    job.request_id,
+                    Content(tokens, job.num_known) if appended else None,
+                    num_computed_tokens=job.num_computed,
+                    num_new_tokens=count,
+                )
+            )
+            if result.outcome == Outcome.OK:
+                job.num_known += appended
+                self._computed(job, count, result.new_blocks[0] if result.new_blocks else [])
+                budget -= count
+            else:
+                self._tally.refusals += 1
+                self.running.remove(job)
+                self._free_unary(job, FreeMode.PREEMPT)
+                self._preempted(job)
+        return budget
+
+    def _admit_unary(self, budget: int) -> None:
+        """GetComputedBlocks and AllocateSlots for the first in line, if it goes that way."""
+        job = self._waiting[0] if self._waiting else None
+        if (
+            job is None
+            or not job.unary
+            or budget <= 0
+            or len(self.running) >= self._settings.max_running
+        ):
+            return
+        with self._tally.timed("GetComputedBlocks"):
+            hit = self._session.get_computed_blocks(
+                job.request_id, self._content(job), mark=self._mark
+            )
+        self._tally.operations += 1
+        job.introduced = True
+        claimed = hit.num_computed_tokens
+        while True:
+            result = self._allocate(
+                SlotRequest(
+                    job.request_id,
+                    num_new_computed_tokens=claimed,
+                    max_new_tokens=budget,
+                    has_scheduled_reqs=bool(self.running),
+                )
+            )
+            if result.outcome != Outcome.HIT_CHANGED:
+                break
+            # Another session took blocks of the hit meanwhile; what is left will do.
+            self._tally.hits_changed += 1
+            claimed = result.num_new_computed_tokens
+        self._admitted(job, result)
+
+    def _allocate(self, slots: SlotRequest) -> SlotResult:
+        with self._tally.timed("AllocateSlots"):
+            result = self._session.allocate_slots(slots, mark=self._mark)
+        self._tally.operations += 1
+        return result
+
+    def _end_unary(self, job: Job) -> None:
+        """Confirm what was written, all of it by now, and free."""
+        with self._tally.timed("CacheBlocks"):
+            known = self._session.cache_blocks(job.request_id, job.num_computed, mark=self._mark)
+        self._tally.operations += 1
+        if not known:
+            raise ReplayError(f"{job.request_id} is unknown before it was freed")
+        self._free_unary(job, FreeMode.FINISH)
+
+    def _free_unary(self, job: Job, mode: FreeMode) -> None:
+        with self._tally.timed("Free"):
+            self._session.free(
+                job.request_id, mode, did_not_run=mode is FreeMode.PREEMPT, mark=self._mark
+            )
+        self._tally.operations += 1
+
+    # --- both -------------------------------------------------------------------------
+
+    def _fill(self) -> bool:
+        """Bring the next requests of the trace in line; whether anyone waits."""
+        while len(self._waiting) < _ADMISSIONS_MAX:
+            request = next(self._requests, None)
+            if request is None:
+                break
+            job = make_job(request, self._settings)
+            num_blocks = -(-job.num_final // self._block_size)
+            if num_blocks > self._num_usable_blocks:
+                raise ReplayError(
+                    f"{job.request_id} needs {num_blocks} blocks, the pool has "
+                    f"{self._num_usable_blocks}: give it more capacity"
+                )
+            self._waiting.append(job)
+        return bool(self._waiting)
+
+    def _content(self, job: Job) -> Content | None:
+        """What the server needs to hear before a lookup."""
+        if job.introduced:
+            # A refused growth may have left tokens there that were not sampled yet.
+            return Content(b"", job.num_known) if job.preemptions else None
+        return Content(
+            job.tokens_between(0, job.num_known), num_prompt_tokens=job.request.input_length
+        )
+
+    def _admission(self, job: Job, others_run: bool) -> SlotRequest:
+        return SlotRequest(
+            job.request_id, self._content(job), lookup=True, has_scheduled_reqs=others_run
+        )
+
+    def _admitted(self, job: Job, answer: SlotResult) -> bool:
+        """Take the answer to an admission in; whether the job runs now."""
+        job.introduced = job.introduced or answer.handle != 0
+        if answer.outcome != Outcome.OK:
+            self._tally.refusals += answer.outcome == Outcome.NO_FIT
+            return False
+        tally = self._tally
+        self._waiting.remove(job)
+        self.running.append(job)
+        num_hit = answer.num_new_computed_tokens
+        hit_blocks = answer.hit_blocks[0] if answer.hit_blocks else []
+        if job.preemptions:
+            tally.preempted_query_tokens += job.num_known
+            tally.preempted_hit_tokens += num_hit
+        else:
+            tally.query_tokens += job.num_known
+            tally.hit_tokens += num_hit
+            tally.trace_blocks += len(job.request.hash_ids)
+            tally.hit_trace_blocks += num_hit // TRACE_BLOCK_SIZE
+        job.handle = answer.handle
+        job.table = list(hit_blocks)
+        job.num_computed = num_hit
+        if num_hit:
+            self._work.hits.append(job.span(0, num_hit, self._block_size))
+        self._computed(
+            job, answer.num_new_tokens, answer.new_blocks[0] if answer.new_blocks else []
+        )
+        return True
+
+    def _computed(self, job: Job, count: int, new_blocks: list[int]) -> None:
+        """``count`` more tokens are computed in this step."""
+        job.table.extend(new_blocks)
+        start, stop = job.num_computed, job.num_computed + count
+        self._work.writes.append(job.span(start, stop, self._block_size))
+        job.num_computed = stop
+
+    def _preempted(self, job: Job) -> None:
+        job.table = []
+        job.num_computed = 0
+        job.preemptions += 1
+        self._tally.preemptions += 1
+        self._waiting.appendleft(job)
+
+    def _collect_finished(self) -> None:
+        """Jobs that are done with this step; they are freed in the next."""
+        done = [job for job in self.running if job.num_computed == job.num_final]
+        if not done:
+            return
+        self.running = [job for job in self.running if job.num_computed < job.num_final]
+        for job in done:
+            self._work.finished.append(job.span(0, job.num_final, self._block_size))
+            (self._finished_unary if job.unary else self._finished).append(job)
+        self._tally.requests += len(done)
+
+    def _complete(self, in_flight: int) -> None:
+        """Let the worker do all but the last ``in_flight`` steps."""
+        while len(self._queue) > in_flight:
+            if self._worker is not None:
+                self._worker.execute(self._queue[0])
+            self._queue.popleft()
+
+
+def _grow_columns(plan: list[tuple[Job, int, int]]) -> Grow:
+    if not plan:
+        return Grow()
+    appended = any(extra for _, _, extra in plan)
+    return Grow(
+        handles=[job.handle for job, _, _ in plan],
+        num_computed_tokens=[job.num_computed for job, _, _ in plan],
+        num_new_tokens=[count for _, count, _ in plan],
+        token_offsets=[job.num_known for job, _, _ in plan] if appended else b"",
+        token_counts=[extra for _, _, extra in plan] if appended else b"",
+        tokens=b"".join(
+            job.tokens_between(job.num_known, job.num_known + extra) for job, _, extra in plan
+        ),
+    )

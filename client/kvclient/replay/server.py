@@ -1,0 +1,63 @@
+"""A server of the replay's own, in a process beside it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+from kvclient.replay.scheduler import ReplayError
+
+_STOP_SECONDS = 20.0
+_ENVIRONMENT_PREFIX = "KVDEPOT_"
+
+
+@contextmanager
+def own_server(options: Sequence[str]) -> Iterator[str]:
+    """Runs ``kvdepot serve`` with ``options`` on a free port; gives its target.
+
+    It takes no KVDEPOT_* variable but the mapping directory. ReplayError when there is
+    no server to run or it does not start.
+    """
+    if find_spec("kvserver") is None:
+        raise ReplayError(
+            "the server is not installed: pip install 'kvdepot[server]', "
+            "or name a running one with --server"
+        )
+    kept = _ENVIRONMENT_PREFIX + "MAPPING_DIR"
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(_ENVIRONMENT_PREFIX) or name == kept
+    }
+    command = [sys.executable, "-m", "kvserver", "--listen", "127.0.0.1:0", "--no-metrics"]
+    with subprocess.Popen(
+        [*command, "--drain-grace-s", "0", *options],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        # A Ctrl-C at the terminal is for the replay, which then stops the server.
+        start_new_session=True,
+    ) as process:
+        try:
+            yield _target(process)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _target(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    found = re.search(r"\bgrpc=(\S+)", line)
+    if found is None:
+        raise ReplayError(f"the server did not start: {line.strip() or 'see its message above'}")
+    return found[1]

@@ -1,0 +1,55 @@
+"""Block tables and slot mappings, as attention kernels take them. Plain lists.
+
+A slot is a token's place in the pool: ``block_id * block_size + offset``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+SLOT_PADDING = -1
+TABLE_PADDING = 0
+
+
+def slot_mapping(
+    block_ids: Sequence[int],
+    block_size: int,
+    start: int,
+    num_tokens: int,
+    pad_to: int | None = None,
+) -> list[int]:
+    """Slots of the tokens ``start`` to ``start + num_tokens``, padded with -1 to ``pad_to``.
+
+    ``block_ids`` is the request's whole table. ValueError when it is too short for
+    the tokens, or ``pad_to`` is less than ``num_tokens``.
+    """
+    if block_size <= 0 or start < 0 or num_tokens < 0:
+        raise ValueError("block_size must be positive, start and num_tokens not negative")
+    end = start + num_tokens
+    if end > len(block_ids) * block_size:
+        raise ValueError(f"{len(block_ids)} blocks of {block_size} tokens do not hold {end} tokens")
+    padding = 0 if pad_to is None else pad_to - num_tokens
+    if padding < 0:
+        raise ValueError(f"{num_tokens} tokens cannot be padded to {pad_to}")
+    slots: list[int] = []
+    while start < end:
+        offset = start % block_size
+        run = min(block_size - offset, end - start)
+        first = block_ids[start // block_size] * block_size + offset
+        slots.extend(range(first, first + run))
+        start += run
+    slots.extend([SLOT_PADDING] * padding)
+    return slots
+
+
+def block_table(tables: Sequence[Sequence[int]], width: int | None = None) -> list[list[int]]:
+    """One row a request, padded with 0 to ``width`` (default: the longest row).
+
+    ValueError when a row is longer.
+    """
+    if width is None:
+        width = max((len(row) for row in tables), default=0)
+    for row in tables:
+        if len(row) > width:
+            raise ValueError(f"a table of {len(row)} blocks is wider than {width}")
+    return [[*row, *[TABLE_PADDING] * (width - len(row))] for row in tables]

@@ -1,0 +1,410 @@
+"""What calls take and give. Names and numbers are those of the wire (kvdepot.v1).
+
+Columns of a Step are little-endian arrays in bytes; where one is given, a sequence of
+integers does too.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from kvcore.hashing import ExtraKeys, MultimodalItem
+
+__all__ = [
+    "AuditReport",
+    "BlockStates",
+    "BlockStatus",
+    "BlockTables",
+    "Cache",
+    "Column",
+    "Content",
+    "ExtraKeys",
+    "Free",
+    "FreeMode",
+    "FreeResult",
+    "Grow",
+    "GrowResults",
+    "Hit",
+    "KVCacheGroup",
+    "LayerLayout",
+    "MultimodalItem",
+    "NoFit",
+    "OperationError",
+    "OperationKind",
+    "Outcome",
+    "PoolDescription",
+    "PulledBlock",
+    "SlotRequest",
+    "SlotResult",
+    "Stats",
+    "Step",
+    "StepMark",
+    "StepResult",
+    "Tokens",
+    "int32_column",
+    "int32s",
+    "token_bytes",
+]
+
+BlockTables = tuple[list[int], ...]
+"""Block ids, one list a KV cache group."""
+Tokens = bytes | Sequence[int]
+"""Token ids, or the same as little-endian uint32."""
+Column = bytes | Sequence[int]
+
+
+def token_bytes(tokens: Tokens) -> bytes:
+    """Token ids as the wire has them. OverflowError for ids outside uint32."""
+    return tokens if isinstance(tokens, bytes) else _packed("I", tokens)
+
+
+def int32_column(values: Column) -> bytes:
+    """A column as the wire has it. OverflowError for values outside int32."""
+    return values if isinstance(values, bytes) else _packed("i", values)
+
+
+def int32s(column: bytes) -> list[int]:
+    """The values of an int32 column."""
+    values = array("i", column)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tolist()
+
+
+def _packed(typecode: str, values: Sequence[int]) -> bytes:
+    packed = array(typecode, values)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+class Outcome(IntEnum):
+    """How one operation ended."""
+
+    OK = 1
+    NO_FIT = 2
+    HIT_CHANGED = 3
+    NOT_ATTEMPTED = 4
+    UNKNOWN_HANDLE = 5
+    INVALID = 6
+    NO_BUDGET = 7
+
+
+class OperationKind(IntEnum):
+    """The kinds of operation a Step is made of."""
+
+    ADMIT = 1
+    GROW = 2
+    CACHE = 3
+    FREE = 4
+
+
+class FreeMode(IntEnum):
+    """What becomes of a freed request: over, kept for re-admission, or detached."""
+
+    FINISH = 1
+    PREEMPT = 2
+    DETACH = 3
+
+
+class BlockStatus(IntEnum):
+    """Whether a pulled block's bytes are here: yes, not written yet, or no."""
+
+    READY = 1
+    PENDING = 2
+    MISSING = 3
+
+
+# --- what calls take ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StepMark:
+    """The scheduler step a call belongs to, and the last one whose writes have ended."""
+
+    step: int
+    completed_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What is new about a request: its introduction (offset 0) or tokens from an offset on.
+
+    An offset below what the server holds cuts the rest off first. ``extra_keys`` and
+    what follows count only when the request is introduced.
+    """
+
+    tokens: Tokens = b""
+    token_offset: int = 0
+    extra_keys: ExtraKeys | None = None
+    lora_id: int | None = None
+    num_prompt_tokens: int | None = None
+    skip_reading_prefix_cache: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRequest:
+    """Slots for one request; counts are in tokens, ``reserved_blocks`` in blocks.
+
+    ``num_new_tokens`` None: all that are left after the hit, at most
+    ``max_new_tokens``, a chunk that does not reach the end rounded down to
+    ``new_tokens_alignment``. ``lookup``: look up now, instead of taking
+    ``num_new_computed_tokens`` of the last lookup.
+    """
+
+    request_id: str
+    content: Content | None = None
+    num_computed_tokens: int = 0
+    num_new_tokens: int | None = None
+    max_new_tokens: int | None = None
+    new_tokens_alignment: int = 0
+    num_new_computed_tokens: int = 0
+    lookup: bool = False
+    num_lookahead_tokens: int = 0
+    num_external_computed_tokens: int = 0
+    delay_cache_blocks: bool = False
+    full_sequence_must_fit: bool = False
+    reserved_blocks: int = 0
+    has_scheduled_reqs: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Grow:
+    """Columns of grow operations: int32; ``tokens`` are those of all, in order."""
+
+    handles: Column = b""
+    num_computed_tokens: Column = b""
+    num_new_tokens: Column = b""
+    token_offsets: Column = b""
+    token_counts: Column = b""
+    tokens: Tokens = b""
+    num_lookahead_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """Columns of cache operations, int32."""
+
+    handles: Column = b""
+    num_computed_tokens: Column = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Columns of free operations: handles int32; modes and did_not_run one byte each."""
+
+    handles: Column = b""
+    modes: bytes | Sequence[FreeMode] = b""
+    did_not_run: bytes | Sequence[bool] = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One scheduler step. ``runs`` are (kind, count), in the order to apply.
+
+    ``on_no_fit_stop``: the first refusal stops, and what follows answers NOT_ATTEMPTED.
+    ``token_budget`` limits the new tokens of all operations together.
+    """
+
+    runs: Sequence[tuple[OperationKind, int]]
+    on_no_fit_stop: bool = True
+    token_budget: int | None = None
+    admissions: Sequence[SlotRequest] = ()
+    grow: Grow = field(default_factory=Grow)
+    cache: Cache = field(default_factory=Cache)
+    free: Free = field(default_factory=Free)
+
+
+# --- what calls give ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """The longest cached prefix. ``handle`` names the request in Steps."""
+
+    num_computed_tokens: int
+    blocks: BlockTables
+    handle: int
+
+
+@dataclass(frozen=True, slots=True)
+class NoFit:
+    """Why an allocation was refused, in blocks."""
+
+    needed_blocks: int
+    free_blocks: int
+    reserved_blocks: int
+    watermark_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotResult:
+    """The answer to a SlotRequest.
+
+    HIT_CHANGED carries the new hit, NO_FIT the reason; blocks of what is not OK are empty.
+    """
+
+    outcome: Outcome
+    num_new_computed_tokens: int
+    num_new_tokens: int
+    hit_blocks: BlockTables
+    new_blocks: BlockTables
+    handle: int
+    no_fit: NoFit | None
+
+
+@dataclass(frozen=True, slots=True)
+class FreeResult:
+    """``known`` False: nothing was done. ``ticket`` is 0 unless blocks were detached."""
+
+    known: bool
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class GrowResults:
+    """An empty ``outcomes`` means that all are OK; else one byte each.
+
+    ``counts`` and ``ids`` are int32 columns of the new blocks, one a KV cache group.
+    """
+
+    outcomes: bytes
+    counts: tuple[bytes, ...]
+    ids: tuple[bytes, ...]
+
+    def new_blocks(self, group: int = 0) -> list[list[int]]:
+        """The new block ids of each operation."""
+        if group >= len(self.counts):
+            return []
+        ids = int32s(self.ids[group])
+        blocks, start = [], 0
+        for count in int32s(self.counts[group]):
+            blocks.append(ids[start : start + count])
+            start += count
+        return blocks
+
+
+@dataclass(frozen=True, slots=True)
+class OperationError:
+    """Why the operation at ``index`` of a Step answered INVALID."""
+
+    index: int
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """A Step's answer. An empty outcomes column means that all are OK.
+
+    ``no_fit`` is that of the first refusal to grow; ``free_blocks`` are those free for
+    this session after the Step; ``free_tickets`` one a free operation, empty when none
+    detached.
+    """
+
+    admissions: list[SlotResult]
+    grow: GrowResults
+    cache_outcomes: bytes
+    free_outcomes: bytes
+    free_tickets: tuple[int, ...]
+    no_fit: NoFit | None
+    errors: list[OperationError]
+    free_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheGroup:
+    """Layers that share block tables. ``block_size`` is in tokens, a page is one block of one
+    layer."""
+
+    kind: str
+    block_size: int
+    num_kv_heads: int
+    head_size: int
+    dtype: str
+    page_size_bytes: int
+    layer_names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLayout:
+    """Block ``b`` of the layer begins at ``offset_bytes + b * block_stride_bytes``."""
+
+    name: str
+    offset_bytes: int
+    block_stride_bytes: int
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolDescription:
+    """A server's pool; block 0 is never handed out. ``mapping_path`` is empty when the
+    server keeps no bytes."""
+
+    epoch: str
+    fingerprint: str
+    num_blocks: int
+    groups: tuple[KVCacheGroup, ...]
+    layout: str
+    layers: tuple[LayerLayout, ...]
+    mapping_path: str
+    mapping_bytes: int
+    hash_scheme: str
+    hash_seed: str
+    hash_block_size: int
+    max_model_len: int
+    enable_prefix_caching: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PulledBlock:
+    """The answer for one hash; ``data`` holds its pages, layer by layer, if it is READY."""
+
+    block_hash: bytes
+    status: BlockStatus
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStates:
+    """Blocks by state; they sum to ``num_blocks - 1``."""
+
+    live: int
+    cached: int
+    quarantined: int
+    free: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Queries and hits are in tokens, since the start."""
+
+    epoch: str
+    uptime_seconds: float
+    num_blocks: int
+    blocks: BlockStates
+    usage: float
+    num_sessions: int
+    num_requests: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+    preempted_queries: int
+    preempted_hits: int
+    evictions: int
+    generation: int
+    next_event_sequence: int
+    pulled_bytes: int
+    num_event_subscribers: int
+
+
+@dataclass(frozen=True, slots=True)
+class AuditReport:
+    """Every violated invariant; clean when there is none."""
+
+    violations: tuple[str, ...]
+    num_blocks_checked: int
+    num_requests_checked: int

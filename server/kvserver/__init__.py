@@ -1,0 +1,1 @@
+"""The service: gRPC around kvcore, one process a node."""

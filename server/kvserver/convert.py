@@ -1,0 +1,269 @@
+"""Between the wire's messages and the core's values. Checks what only the wire can break."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from kvcore.errors import InvalidArgument
+from kvcore.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
+from kvcore.hashing import ExtraKeys, MultimodalItem
+from kvcore.memory import LayerLayout
+from kvcore.operation import (
+    BlockTables,
+    Cache,
+    Content,
+    Free,
+    FreeMode,
+    Grow,
+    NoFit,
+    SlotRequest,
+    SlotResult,
+    Step,
+    StepResult,
+)
+from kvcore.spec import DepotConfig
+from kvdepot.v1 import cache_pb2, event_pb2, types_pb2
+
+Columns = TypeVar("Columns", Grow, Cache, Free)
+
+_NO_GROW, _NO_CACHE, _NO_FREE = Grow(), Cache(), Free()
+_SPEC_KINDS = {"full_attention": types_pb2.SPEC_KIND_FULL_ATTENTION}
+_LAYOUTS = {"block": types_pb2.POOL_LAYOUT_BLOCK, "layer": types_pb2.POOL_LAYOUT_LAYER}
+_REMOVAL_REASONS = {"evicted": event_pb2.REMOVAL_REASON_EVICTED}
+
+
+# --- requests -------------------------------------------------------------------------
+
+
+def extra_keys(message: types_pb2.ExtraKeys) -> ExtraKeys:
+    """Raises InvalidArgument for what cannot enter a hash."""
+    try:
+        return ExtraKeys(
+            lora_name=message.lora_name if message.HasField("lora_name") else None,
+            cache_salt=message.cache_salt if message.HasField("cache_salt") else None,
+            multimodal=tuple(
+                MultimodalItem(item.identifier, item.offset, item.length)
+                for item in message.multimodal
+            ),
+            prompt_embeds_digest=tuple(message.prompt_embeds_digests),
+        )
+    except ValueError as error:
+        raise InvalidArgument(str(error), field="content.extra_keys") from None
+
+
+def content(message: cache_pb2.RequestContent) -> Content:
+    """What is new about a request."""
+    extra = message.extra_keys if message.HasField("extra_keys") else None
+    return Content(
+        token_offset=message.token_offset,
+        tokens=message.tokens,
+        extra=None if extra is None else extra_keys(extra),
+        lora_id=extra.lora_id if extra is not None and extra.HasField("lora_id") else None,
+        num_prompt_tokens=(
+            message.num_prompt_tokens if message.HasField("num_prompt_tokens") else None
+        ),
+        skip_reading_prefix_cache=message.skip_reading_prefix_cache,
+    )
+
+
+def slot_request(message: cache_pb2.SlotRequest) -> SlotRequest:
+    """The arguments of one allocation."""
+    has = message.HasField
+    return SlotRequest(
+        request_id=message.request_id,
+        content=content(message.content) if has("content") else None,
+        num_computed_tokens=message.num_computed_tokens,
+        num_new_tokens=message.num_new_tokens if has("num_new_tokens") else None,
+        max_new_tokens=message.max_new_tokens if has("max_new_tokens") else None,
+        new_tokens_alignment=message.new_tokens_alignment,
+        num_new_computed_tokens=message.num_new_computed_tokens,
+        lookup=message.lookup,
+        num_lookahead_tokens=message.num_lookahead_tokens,
+        num_external_computed_tokens=message.num_external_computed_tokens,
+        delay_cache_blocks=message.delay_cache_blocks,
+        full_sequence_must_fit=message.full_sequence_must_fit,
+        reserved_blocks=message.reserved_blocks,
+        has_scheduled_reqs=message.has_scheduled_reqs if has("has_scheduled_reqs") else True,
+    )
+
+
+def free_mode(value: int) -> FreeMode:
+    """Raises InvalidArgument for FREE_MODE_UNSPECIFIED and unknown numbers."""
+    try:
+        return FreeMode(value)
+    except ValueError:
+        raise InvalidArgument(f"mode {value} is not a FreeMode", field="mode") from None
+
+
+def step(message: cache_pb2.StepRequest) -> Step:
+    """A Step; its columns stay bytes."""
+    has = message.HasField
+    if message.on_no_fit not in (0, cache_pb2.ON_NO_FIT_STOP, cache_pb2.ON_NO_FIT_CONTINUE):
+        raise InvalidArgument(f"{message.on_no_fit} is not an OnNoFit", field="on_no_fit")
+    grow, cache, free = _NO_GROW, _NO_CACHE, _NO_FREE
+    if has("grow"):
+        columns = message.grow
+        grow = Grow(
+            handles=columns.handles,
+            num_computed_tokens=columns.num_computed_tokens,
+            num_new_tokens=columns.num_new_tokens,
+            token_offsets=columns.token_offsets,
+            token_counts=columns.token_counts,
+            tokens=columns.tokens,
+            num_lookahead_tokens=columns.num_lookahead_tokens,
+        )
+    if has("cache"):
+        cache = Cache(message.cache.handles, message.cache.num_computed_tokens)
+    if has("free"):
+        free = Free(message.free.handles, message.free.modes, message.free.did_not_run)
+    return Step(
+        runs=[(run.kind, run.count) for run in message.runs],
+        on_no_fit_stop=message.on_no_fit != cache_pb2.ON_NO_FIT_CONTINUE,
+        token_budget=message.token_budget if has("token_budget") else None,
+        admissions=[slot_request(admission) for admission in message.admissions],
+        grow=grow,
+        cache=cache,
+        free=free,
+    )
+
+
+# --- replies --------------------------------------------------------------------------
+
+
+def block_tables(tables: BlockTables) -> list[types_pb2.BlockIds]:
+    """One message a KV cache group."""
+    return [types_pb2.BlockIds(ids=ids) for ids in tables]
+
+
+def no_fit(refusal: NoFit | None) -> cache_pb2.NoFit | None:
+    """Why an allocation was refused."""
+    if refusal is None:
+        return None
+    return cache_pb2.NoFit(
+        needed_blocks=refusal.needed_blocks,
+        free_blocks=refusal.free_blocks,
+        reserved_blocks=refusal.reserved_blocks,
+        watermark_blocks=refusal.watermark_blocks,
+    )
+
+
+def slot_result(result: SlotResult) -> cache_pb2.SlotResult:
+    """The answer to one allocation."""
+    return cache_pb2.SlotResult(
+        outcome=int(result.outcome),  # type: ignore[arg-type]
+        num_new_computed_tokens=result.num_new_computed_tokens,
+        num_new_tokens=result.num_new_tokens,
+        hit_blocks=block_tables(result.hit_blocks),
+        new_blocks=block_tables(result.new_blocks),
+        handle=result.handle,
+        no_fit=no_fit(result.no_fit),
+    )
+
+
+def step_response(result: StepResult, *, op_seq: int | None, epoch: str) -> cache_pb2.StepResponse:
+    """The answer to a Step; its columns stay bytes."""
+    response = cache_pb2.StepResponse(
+        op_seq=op_seq,
+        admissions=[slot_result(admission) for admission in result.admissions],
+        no_fit=no_fit(result.no_fit),
+        epoch=epoch,
+        free_blocks=result.free_blocks,
+    )
+    grow = response.grow
+    grow.outcomes = result.grow_outcomes
+    for counts, ids in zip(result.grow_counts, result.grow_ids, strict=True):
+        grow.new_blocks.add(counts=counts, ids=ids)
+    if result.cache_outcomes:
+        response.cache.outcomes = result.cache_outcomes
+    if result.free_outcomes or result.free_tickets:
+        response.free.outcomes = result.free_outcomes
+        response.free.tickets = result.free_tickets
+    for error in result.errors:
+        response.errors.add(index=error.index, reason=error.reason, message=error.message)
+    return response
+
+
+def pool_description(
+    config: DepotConfig, layers: list[LayerLayout], *, path: str, nbytes: int
+) -> types_pb2.PoolDescription:
+    """What clients need to know of the pool; ``path`` is empty when it holds no bytes."""
+    return types_pb2.PoolDescription(
+        fingerprint=config.fingerprint,
+        num_blocks=config.kv_cache.num_blocks,
+        groups=[
+            types_pb2.KVCacheGroup(
+                kind=_SPEC_KINDS[group.spec.kind],
+                block_size=group.spec.block_size,
+                num_kv_heads=group.spec.num_kv_heads,
+                head_size=group.spec.head_size,
+                dtype=group.spec.dtype,
+                page_size_bytes=group.spec.page_size_bytes,
+                layer_names=group.layer_names,
+            )
+            for group in config.kv_cache.groups
+        ],
+        layout=_LAYOUTS[config.layout],
+        layers=[
+            types_pb2.LayerLayout(
+                name=layer.name,
+                offset_bytes=layer.offset_bytes,
+                block_stride_bytes=layer.block_stride_bytes,
+                group=layer.group,
+            )
+            for layer in layers
+        ],
+        mapping_path=path,
+        mapping_bytes=nbytes,
+        hash_scheme=config.hash_scheme,
+        hash_seed=config.hash_seed,
+        hash_block_size=config.block_size,
+        max_model_len=config.max_model_len,
+        enable_prefix_caching=config.enable_caching,
+    )
+
+
+# --- events ---------------------------------------------------------------------------
+
+
+def event(value: Event) -> event_pb2.Event:
+    """One event of the truth feed."""
+    if isinstance(value, BlockStored):
+        return event_pb2.Event(block_stored=_block_stored(value))
+    if isinstance(value, BlockRemoved):
+        removed = event_pb2.BlockRemoved(
+            block_hashes=value.block_hashes,
+            group=value.group,
+            medium=value.medium,
+            reason=_REMOVAL_REASONS.get(value.reason, event_pb2.REMOVAL_REASON_UNSPECIFIED),
+        )
+        return event_pb2.Event(block_removed=removed)
+    assert isinstance(value, AllBlocksCleared)
+    cleared = event_pb2.AllBlocksCleared(generation=value.generation)
+    return event_pb2.Event(all_blocks_cleared=cleared)
+
+
+def _block_stored(value: BlockStored) -> event_pb2.BlockStored:
+    message = event_pb2.BlockStored(
+        block_hashes=value.block_hashes,
+        parent_block_hash=value.parent_block_hash,
+        token_ids=value.token_ids,
+        block_size=value.block_size,
+        lora_id=value.lora_id,
+        lora_name=value.lora_name,
+        group=value.group,
+        spec_kind=_SPEC_KINDS[value.spec_kind],
+        medium=value.medium,
+    )
+    if value.extra_keys is not None:
+        for keys in value.extra_keys:
+            entry = message.extra_keys.add()
+            for key in keys or ():
+                if isinstance(key, str):
+                    entry.keys.add(text=key)
+                elif isinstance(key, bytes):
+                    entry.keys.add(digest=key)
+                else:
+                    entry.keys.add().multimodal.CopyFrom(
+                        event_pb2.MultimodalKey(identifier=key[0], offset=key[1])
+                    )
+    return message

@@ -1,0 +1,222 @@
+"""``/metrics``: numbers read at scrape, text made in the scraping thread.
+
+The event loop only copies the numbers; it never waits for a scrape.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_left
+from collections.abc import Iterator
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
+from threading import Lock, Thread
+from typing import Any
+
+from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from kvcore.depot import DepotStats
+from kvcore.residency import Eviction
+from kvserver.node import Node
+from kvserver.rpc import DURATION_BOUNDS_SECONDS, Rpcs
+
+_SCRAPE_TIMEOUT_SECONDS = 5.0
+_RESIDENCY_BOUNDS_SECONDS = (
+    *(0.001, 0.01, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0),
+    *(120.0, 300.0, 600.0, 1200.0, 1800.0, 3600.0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """A copy of every number, taken on the event loop."""
+
+    stats: DepotStats
+    rpcs: list[tuple[str, dict[str, int], list[int], float]]
+    events: dict[str, int]
+    subscribers: int
+    cut_off: int
+    pulled_bytes: int
+    residencies: list[Eviction]
+
+
+class _Histogram:
+    """Seconds in buckets."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._buckets = [0] * (len(_RESIDENCY_BOUNDS_SECONDS) + 1)
+        self._seconds_total = 0.0
+
+    def add(self, seconds: float) -> None:
+        self._buckets[bisect_left(_RESIDENCY_BOUNDS_SECONDS, seconds)] += 1
+        self._seconds_total += seconds
+
+    def family(self, name: str) -> HistogramMetricFamily:
+        buckets = _cumulative(_RESIDENCY_BOUNDS_SECONDS, self._buckets)
+        return HistogramMetricFamily(
+            name, self._text, buckets=buckets, sum_value=self._seconds_total
+        )
+
+
+class DepotCollector(Collector):
+    """Reads the server's numbers at every scrape, consistently with one another."""
+
+    def __init__(self, node: Node, rpcs: Rpcs, loop: asyncio.AbstractEventLoop) -> None:
+        self._node = node
+        self._rpcs = rpcs
+        self._loop = loop
+        # Scrapes may overlap; each drains what the others have not.
+        self._residency_lock = Lock()
+        self._residency = {
+            "lifetime": _Histogram("From a block's allocation to its eviction (sampled)."),
+            "idle_before_eviction": _Histogram(
+                "From a block's last use to its eviction (sampled)."
+            ),
+            "reuse_gap": _Histogram("Between uses of a block, told at its eviction (sampled)."),
+        }
+
+    def describe(self) -> list[Metric]:
+        """Empty, so that registering does not scrape."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Called in a scraping thread."""
+        reading = asyncio.run_coroutine_threadsafe(self._read(), self._loop)
+        try:
+            taken = reading.result(_SCRAPE_TIMEOUT_SECONDS)
+        except FutureTimeoutError:
+            reading.cancel()
+            raise
+        yield from _pool(taken.stats)
+        yield from _work(taken)
+        yield from _rpc_families(taken)
+        yield from self._residency_families(taken.residencies)
+
+    def _residency_families(self, evictions: list[Eviction]) -> Iterator[Metric]:
+        with self._residency_lock:
+            for eviction in evictions:
+                self._residency["lifetime"].add(eviction.lifetime_seconds)
+                self._residency["idle_before_eviction"].add(eviction.idle_seconds)
+                for gap in eviction.reuse_gaps_seconds:
+                    self._residency["reuse_gap"].add(gap)
+            for name, histogram in self._residency.items():
+                yield histogram.family(f"kvdepot_block_{name}_seconds")
+
+    async def _read(self) -> _Reading:
+        publisher = self._node.publisher
+        residency = self._node.depot.residency
+        return _Reading(
+            stats=self._node.depot.stats(),
+            rpcs=[
+                (counts.method, dict(counts.codes), list(counts.buckets), counts.seconds_total)
+                for counts in self._rpcs.counts.values()
+            ],
+            events=dict(publisher.published),
+            subscribers=publisher.num_subscribers,
+            cut_off=publisher.cut_off,
+            pulled_bytes=self._node.pulled_bytes,
+            residencies=[] if residency is None else residency.drain(),
+        )
+
+
+def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"kvdepot_{name}", text, value=value)
+
+
+def _counter(name: str, text: str, value: float) -> CounterMetricFamily:
+    return CounterMetricFamily(f"kvdepot_{name}", text, value=value)
+
+
+def _pool(stats: DepotStats) -> Iterator[Metric]:
+    states = GaugeMetricFamily(
+        "kvdepot_blocks", "Blocks by state, the null block in none.", labels=["state"]
+    )
+    for state in ("live", "cached", "quarantined", "free"):
+        states.add_metric([state], getattr(stats, state))
+    yield states
+    yield _gauge("pool_blocks", "Blocks that can be handed out.", stats.num_blocks - 1)
+    yield _gauge("pool_usage_ratio", "Share of blocks in use, 0 to 1.", stats.usage)
+    yield _gauge("sessions", "Open sessions.", stats.num_sessions)
+    yield _gauge("requests", "Requests known, of all sessions.", stats.num_requests)
+    yield _gauge("generation", "Resets of the prefix cache since the start.", stats.generation)
+    for name, text, value in (
+        ("query", "Tokens looked up", stats.prefix_cache_queries),
+        ("hit", "Tokens found", stats.prefix_cache_hits),
+    ):
+        yield _counter(f"prefix_cache_{name}_tokens", f"{text} in the prefix cache.", value)
+    for name, text, value in (
+        ("query", "Tokens looked up", stats.preempted_queries),
+        ("hit", "Tokens found", stats.preempted_hits),
+    ):
+        yield _counter(
+            f"prefix_cache_preempted_{name}_tokens",
+            f"{text} in the prefix cache for requests that had been preempted.",
+            value,
+        )
+    yield _counter("evictions", "Cached blocks taken for other content.", stats.evictions)
+    yield _counter("allocation_refusals", "Allocations that did not fit.", stats.refusals)
+
+
+def _work(taken: _Reading) -> Iterator[Metric]:
+    events = CounterMetricFamily("kvdepot_events", "Events published.", labels=["kind"])
+    for kind in ("stored", "removed", "cleared"):
+        events.add_metric([kind], taken.events.get(kind, 0))
+    yield events
+    yield _gauge("event_subscribers", "Event streams being served.", taken.subscribers)
+    yield _counter("event_subscribers_cut_off", "Event streams ended for lagging.", taken.cut_off)
+    yield _counter("pulled_bytes", "Bytes of blocks sent to peers.", taken.pulled_bytes)
+
+
+def _rpc_families(taken: _Reading) -> Iterator[Metric]:
+    requests = CounterMetricFamily(
+        "kvdepot_rpc_requests",
+        "Calls answered, by status; of StepStream, messages.",
+        labels=["method", "code"],
+    )
+    seconds = HistogramMetricFamily(
+        "kvdepot_rpc_duration_seconds",
+        "Time the server took for a call; of StepStream, for a message.",
+        labels=["method"],
+    )
+    for method, codes, buckets, seconds_total in taken.rpcs:
+        for code, count in codes.items():
+            requests.add_metric([method, code], count)
+        seconds.add_metric([method], _cumulative(DURATION_BOUNDS_SECONDS, buckets), seconds_total)
+    yield requests
+    yield seconds
+
+
+def _cumulative(bounds: tuple[float, ...], buckets: list[int]) -> list[tuple[str, float]]:
+    total = 0
+    rows: list[tuple[str, float]] = []
+    for bound, count in zip((*bounds, "+Inf"), buckets, strict=True):
+        total += count
+        rows.append((str(bound), total))
+    return rows
+
+
+class MetricsServer:
+    """The HTTP server of ``/metrics``, in threads of its own."""
+
+    def __init__(self, collector: Collector, host: str, port: int) -> None:
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(collector)
+        ProcessCollector(registry=registry)
+        self._server: Any
+        self._thread: Thread
+        self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+        self.port: int = self._server.server_address[1]
+
+    def close(self) -> None:
+        """Stop answering. Blocks; not to be called on the loop that is scraped."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

@@ -1,0 +1,346 @@
+"""The truth feed: events numbered, kept for resuming, and fanned out to subscribers.
+
+Nothing a subscriber does slows an allocation: publishing appends to a list; batches are
+made and encoded once for all subscribers, at a pace that bounds the fan-out; and a
+subscriber that falls behind its bounded queue is dropped, never waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from kvcore.errors import DataLoss, InvalidArgument, OutOfRange, ResourceExhausted, Unavailable
+from kvcore.events import AllBlocksCleared, BlockStored, Event
+from kvdepot.v1 import event_pb2
+from kvserver import convert
+
+BATCH_EVENTS_MAX = 256
+BATCH_BYTES_MAX = 1 << 20
+EVENT_BYTES_MAX = 256 << 10
+# Bytes that a subscriber may lag, and that the history may keep, besides their counts.
+QUEUE_BYTES_MAX = 64 << 20
+HISTORY_BYTES_MAX = 256 << 20
+
+_FLUSH_SECONDS_MIN = 0.002
+_FLUSH_SECONDS_MAX = 0.2
+_FAN_OUT_PER_SECOND = 10_000  # messages to all subscribers together
+
+_KINDS = {BlockStored: "stored", AllBlocksCleared: "cleared"}
+
+
+@dataclass(slots=True)
+class Batch:
+    """Consecutive events. Encoded when first wanted; then only the bytes are kept."""
+
+    first_sequence: int
+    num_events: int
+    nbytes: int  # about
+    timestamp_seconds: float
+    _events: Sequence[Event] | None
+    _encoded: bytes = b""
+
+    def encoded(self, epoch: str) -> bytes:
+        """The StreamEventsResponse."""
+        if self._events is not None:
+            self._encoded = event_pb2.StreamEventsResponse(
+                epoch=epoch,
+                first_sequence=self.first_sequence,
+                timestamp_seconds=self.timestamp_seconds,
+                events=[convert.event(event) for event in self._events],
+            ).SerializeToString()
+            self._events = None
+        return self._encoded
+
+    def encoded_from(self, sequence: int, epoch: str) -> bytes:
+        """The same, without the events before ``sequence``."""
+        encoded = self.encoded(epoch)
+        if sequence <= self.first_sequence:
+            return encoded
+        response = event_pb2.StreamEventsResponse.FromString(encoded)
+        del response.events[: sequence - self.first_sequence]
+        response.first_sequence = sequence
+        return response.SerializeToString()
+
+
+class Subscriber:
+    """One stream's bounded queue. ``next`` waits for the batch after the last."""
+
+    def __init__(self, batches_max: int) -> None:
+        self.idle = False
+        self._batches_max = batches_max
+        self._queue: deque[bytes] = deque()
+        self._queued_bytes = 0
+        self._end: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, message: bytes) -> bool:
+        """Queue one message; False, and the end of the stream, when it does not fit."""
+        if (
+            len(self._queue) >= self._batches_max
+            or self._queued_bytes + len(message) > QUEUE_BYTES_MAX
+        ):
+            self._queue.clear()
+            self.end(
+                ResourceExhausted(
+                    f"the subscriber lags by more than {self._batches_max} batches "
+                    f"or {QUEUE_BYTES_MAX} bytes; resume from the last sequence seen",
+                    reason="SUBSCRIBER_TOO_SLOW",
+                    retryable=True,
+                )
+            )
+            return False
+        self._queue.append(message)
+        self._queued_bytes += len(message)
+        self._wake()
+        return True
+
+    def end(self, error: Exception) -> None:
+        """End the stream with ``error`` once the queue is read."""
+        self._end = error
+        self._wake()
+
+    def _wake(self) -> None:
+        self.idle = False
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    @property
+    def num_queued(self) -> int:
+        """Messages not read yet."""
+        return len(self._queue)
+
+    async def next(self) -> bytes:
+        """The next message. Raises the error that ends the stream."""
+        while not self._queue:
+            if self._end is not None:
+                raise self._end
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        message = self._queue.popleft()
+        self._queued_bytes -= len(message)
+        return message
+
+
+class Publisher:
+    """Numbers events from 0 and serves them to subscribers. Lives on one event loop."""
+
+    def __init__(
+        self,
+        epoch: str,
+        *,
+        history_events: int,
+        queue_batches: int,
+        subscribers_max: int,
+        heartbeat_seconds: float,
+    ) -> None:
+        self.epoch = epoch
+        self.next_sequence = 0
+        self.published: Counter[str] = Counter()
+        self.cut_off = 0
+        self._history_events_max = history_events
+        self._queue_batches = queue_batches
+        self._subscribers_max = subscribers_max
+        self._heartbeat_seconds = heartbeat_seconds
+        self._pending: list[Event] = []
+        self._history: deque[Batch] = deque()
+        self._history_events = 0
+        self._history_bytes = 0
+        self._subscribers: set[Subscriber] = set()
+        self._flush_timer: asyncio.TimerHandle | None = None
+        self._heartbeat_timer: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    @property
+    def num_subscribers(self) -> int:
+        """Streams being served; those cut off do not count."""
+        return len(self._subscribers)
+
+    def publish(self, events: Iterable[Event]) -> None:
+        """Number ``events``, in order, and have them sent soon."""
+        for event in events:
+            for part in _parts(event):
+                self._pending.append(part)
+                self.published[_KINDS.get(type(part), "removed")] += 1
+                self.next_sequence += 1
+        if self._flush_timer is None and self._pending:
+            pace = len(self._subscribers) / _FAN_OUT_PER_SECOND
+            delay = min(max(pace, _FLUSH_SECONDS_MIN), _FLUSH_SECONDS_MAX)
+            self._flush_timer = asyncio.get_running_loop().call_later(delay, self.flush)
+
+    def flush(self) -> None:
+        """Batch and queue what is pending."""
+        if self._flush_timer is not None:
+            self._flush_timer.cancel()
+            self._flush_timer = None
+        if not self._pending:
+            return
+        events, self._pending = self._pending, []
+        first = self.next_sequence - len(events)
+        for batch in _batches(events, first):
+            self._keep(batch)
+            if self._subscribers:
+                message = batch.encoded(self.epoch)
+                for subscriber in list(self._subscribers):
+                    if not subscriber.put(message):
+                        self._subscribers.discard(subscriber)
+                        self.cut_off += 1
+
+    def subscribe(
+        self, *, epoch: str = "", from_sequence: int | None = None, fresh: bool = False
+    ) -> tuple[Subscriber, Iterator[bytes]]:
+        """A new subscriber, and what it must be sent before its queue.
+
+        ``from_sequence`` None: from now on. ``fresh``: the subscriber takes a snapshot
+        first, so a cursor makes no sense. Raises DataLoss, OutOfRange, InvalidArgument,
+        ResourceExhausted or Unavailable.
+        """
+        if self._closed:
+            raise Unavailable("the server is stopping", reason="DRAINING", retryable=True)
+        if fresh and from_sequence is not None:
+            raise InvalidArgument("snapshot excludes from_sequence", field="from_sequence")
+        if epoch and epoch != self.epoch:
+            raise DataLoss(
+                "the cursor is of another epoch; begin with a snapshot",
+                reason="EPOCH_CHANGED",
+                field="epoch",
+            )
+        self.flush()
+        oldest = self._history[0].first_sequence if self._history else self.next_sequence
+        if from_sequence is not None and not oldest <= from_sequence <= self.next_sequence:
+            raise OutOfRange(
+                f"sequence {from_sequence} is not kept; "
+                f"{oldest} to {self.next_sequence} can be resumed from",
+                reason="CURSOR_EXPIRED" if from_sequence < oldest else "CURSOR_IN_FUTURE",
+                field="from_sequence",
+            )
+        if len(self._subscribers) >= self._subscribers_max:
+            raise ResourceExhausted(
+                f"there are {self._subscribers_max} subscribers already",
+                reason="TOO_MANY_SUBSCRIBERS",
+                retryable=True,
+            )
+        subscriber = Subscriber(self._queue_batches)
+        self._subscribers.add(subscriber)
+        if self._heartbeat_timer is None:
+            self._arm_heartbeat()
+        start = self.next_sequence if from_sequence is None else from_sequence
+        backlog = [
+            batch for batch in self._history if batch.first_sequence + batch.num_events > start
+        ]
+        return subscriber, (batch.encoded_from(start, self.epoch) for batch in backlog)
+
+    def unsubscribe(self, subscriber: Subscriber) -> None:
+        """Forget ``subscriber``, if it is not forgotten yet."""
+        self._subscribers.discard(subscriber)
+
+    def close(self) -> None:
+        """Send what is pending and end every stream."""
+        self.flush()
+        self._closed = True
+        if self._heartbeat_timer is not None:
+            self._heartbeat_timer.cancel()
+            self._heartbeat_timer = None
+        for subscriber in self._subscribers:
+            subscriber.end(Unavailable("the server is stopping", reason="DRAINING", retryable=True))
+        self._subscribers.clear()
+
+    def snapshot_messages(self, stored: Sequence[BlockStored]) -> Iterator[bytes]:
+        """The index as messages; taken and numbered at this moment, encoded as read."""
+        sequence, now = self.next_sequence, time.time()
+        batches = list(_batches(stored, sequence)) or [Batch(sequence, 0, 0, now, ())]
+        return self._snapshot_messages(batches, sequence)
+
+    def _snapshot_messages(self, batches: list[Batch], sequence: int) -> Iterator[bytes]:
+        for position, batch in enumerate(batches):
+            whole = replace(batch, first_sequence=sequence).encoded(self.epoch)
+            marks = event_pb2.StreamEventsResponse(
+                snapshot=True, snapshot_end=position == len(batches) - 1
+            )
+            # Messages concatenated are messages merged.
+            yield whole + marks.SerializeToString()
+
+    def _keep(self, batch: Batch) -> None:
+        self._history.append(batch)
+        self._history_events += batch.num_events
+        self._history_bytes += batch.nbytes
+        while self._history and (
+            self._history_events > self._history_events_max
+            or self._history_bytes > HISTORY_BYTES_MAX
+        ):
+            oldest = self._history.popleft()
+            self._history_events -= oldest.num_events
+            self._history_bytes -= oldest.nbytes
+
+    def _arm_heartbeat(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._heartbeat_timer = loop.call_later(self._heartbeat_seconds, self._beat)
+
+    def _beat(self) -> None:
+        """Tell subscribers that were sent nothing since the last beat that all is well."""
+        self.flush()
+        if not self._subscribers:
+            self._heartbeat_timer = None
+            return
+        message = event_pb2.StreamEventsResponse(
+            epoch=self.epoch, first_sequence=self.next_sequence, timestamp_seconds=time.time()
+        ).SerializeToString()
+        for subscriber in self._subscribers:
+            if subscriber.idle and not subscriber.num_queued:
+                subscriber.put(message)
+            subscriber.idle = True
+        self._arm_heartbeat()
+
+
+def _nbytes(event: Event) -> int:
+    """About what an event takes, encoded."""
+    if isinstance(event, BlockStored):
+        keys = 64 * sum(len(keys or ()) for keys in event.extra_keys or ())
+        return 64 + len(event.token_ids) + 40 * len(event.block_hashes) + keys
+    return 32 if isinstance(event, AllBlocksCleared) else 32 + 40 * len(event.block_hashes)
+
+
+def _parts(event: Event) -> Iterator[Event]:
+    """``event``, cut so that each part fits a message."""
+    nbytes = _nbytes(event)
+    if nbytes <= EVENT_BYTES_MAX or isinstance(event, AllBlocksCleared):
+        yield event
+        return
+    hashes = event.block_hashes
+    width = max(1, len(hashes) * EVENT_BYTES_MAX // nbytes)
+    for start in range(0, len(hashes), width):
+        stop = start + width
+        if not isinstance(event, BlockStored):
+            yield replace(event, block_hashes=hashes[start:stop])
+            continue
+        token_bytes = 4 * event.block_size
+        yield replace(
+            event,
+            block_hashes=hashes[start:stop],
+            parent_block_hash=hashes[start - 1] if start else event.parent_block_hash,
+            token_ids=event.token_ids[start * token_bytes : stop * token_bytes],
+            extra_keys=None if event.extra_keys is None else event.extra_keys[start:stop],
+        )
+
+
+def _batches(events: Sequence[Event], first_sequence: int) -> Iterator[Batch]:
+    now = time.time()
+    start, nbytes = 0, 0
+    for position, event in enumerate(events):
+        size = _nbytes(event)
+        if position > start and (
+            position - start >= BATCH_EVENTS_MAX or nbytes + size > BATCH_BYTES_MAX
+        ):
+            yield Batch(
+                first_sequence + start, position - start, nbytes, now, events[start:position]
+            )
+            start, nbytes = position, 0
+        nbytes += size
+    if start < len(events):
+        yield Batch(first_sequence + start, len(events) - start, nbytes, now, events[start:])

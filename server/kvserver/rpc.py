@@ -1,0 +1,108 @@
+"""What every RPC goes through: decoding, error mapping, and its counts. No interceptors."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from time import perf_counter
+from typing import Any, TypeAlias, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from kvserver.errors import Failure, failure
+
+Request = TypeVar("Request", bound=Message)
+# Subscripted for the type checker only: grpc's own classes are not generic.
+Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
+Handler: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
+
+DURATION_BOUNDS_SECONDS = (
+    *(0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01),
+    *(0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0),
+)
+
+
+class RpcCounts:
+    """Calls of one method by status code, and how long the server took. Plain numbers."""
+
+    __slots__ = ("buckets", "codes", "method", "seconds_total")
+
+    def __init__(self, method: str) -> None:
+        self.method = method
+        self.codes: Counter[str] = Counter()
+        self.buckets = [0] * (len(DURATION_BOUNDS_SECONDS) + 1)
+        self.seconds_total = 0.0
+
+    def add(self, code: str, seconds: float) -> None:
+        """Count one call."""
+        self.codes[code] += 1
+        self.buckets[bisect_left(DURATION_BOUNDS_SECONDS, seconds)] += 1
+        self.seconds_total += seconds
+
+
+class Rpcs:
+    """Makes the handlers of one server; ``counts`` holds one entry a method."""
+
+    def __init__(self, epoch: str) -> None:
+        self.counts: dict[str, RpcCounts] = {}
+        self._epoch = epoch
+
+    def failure(self, error: Exception, method: str) -> Failure:
+        """The status of ``error`` in a call of ``method``."""
+        return failure(error, method=method, epoch=self._epoch)
+
+    def count(self, method: str) -> RpcCounts:
+        """The counts of ``method``."""
+        return self.counts.setdefault(method, RpcCounts(method))
+
+    def unary(
+        self, method: str, request: type[Request], answer: Callable[[Request], bytes]
+    ) -> Handler:
+        """A unary RPC that ``answer`` answers synchronously, with serialized bytes."""
+        counts = self.count(method)
+        parse = request.FromString
+
+        async def call(raw: bytes, context: Context) -> bytes:
+            began = perf_counter()
+            try:
+                reply = answer(parse(raw))
+            except Exception as error:
+                failed = self.failure(error, method)
+                counts.add(failed.code.name, perf_counter() - began)
+                await failed.abort(context)
+            counts.add("OK", perf_counter() - began)
+            return reply
+
+        return grpc.unary_unary_rpc_method_handler(call)
+
+    def server_stream(
+        self,
+        method: str,
+        request: type[Request],
+        serve: Callable[[Request, Context], Awaitable[None]],
+    ) -> Handler:
+        """A server-streaming RPC; ``serve`` writes serialized bytes to the context."""
+        counts = self.count(method)
+        parse = request.FromString
+
+        async def call(raw: bytes, context: Context) -> None:
+            began = perf_counter()
+            code = "CANCELLED"
+            try:
+                await serve(parse(raw), context)
+                code = "OK"
+            except Exception as error:
+                failed = self.failure(error, method)
+                code = failed.code.name
+                await failed.abort(context)
+            finally:
+                counts.add(code, perf_counter() - began)
+
+        return grpc.unary_stream_rpc_method_handler(call)
+
+
+def register(server: grpc.aio.Server, service: str, handlers: dict[str, Any]) -> None:
+    """Serve ``handlers`` under the full name of ``service``."""
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))

@@ -1,0 +1,168 @@
+"""A real server in a process of its own, and a wire that can be cut."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvclient import Client
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 65
+TIMEOUT_S = 20.0
+
+
+@dataclass
+class ServerProcess:
+    """A running ``kvdepot serve``."""
+
+    process: subprocess.Popen[str]
+    target: str
+    epoch: str
+
+    def client(self, **options: Any) -> Client:
+        """A synchronous client of it."""
+        return Client(self.target, **({"timeout_s": TIMEOUT_S} | options))
+
+    def stop(self) -> None:
+        """Kills it, and waits until it is gone."""
+        self.process.kill()
+        self.process.communicate(timeout=TIMEOUT_S)
+
+
+Serve = Callable[..., ServerProcess]
+
+
+@pytest.fixture(scope="module")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    """Starts servers; keywords are the flags. All stop with the module."""
+    running: list[ServerProcess] = []
+
+    def start(**options: Any) -> ServerProcess:
+        directory = tmp_path_factory.mktemp("server")
+        flags: dict[str, Any] = {
+            "listen": "127.0.0.1:0",
+            "block_size": BLOCK_SIZE,
+            "num_blocks": NUM_BLOCKS,
+            "mapping_dir": directory,
+        }
+        argv = [sys.executable, "-m", "kvserver", "--no-metrics"]
+        for name, value in (flags | options).items():
+            argv += [f"--{name.replace('_', '-')}", str(value)]
+        log = directory / "stderr"
+        with log.open("wb") as stderr:
+            process = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        ready = re.search(r"^kvdepot ready grpc=(\S+) .*epoch=(\S+)", line)
+        if ready is None:
+            process.kill()
+            process.communicate()
+            pytest.fail(f"the server said {line!r}: {log.read_text()}")
+        running.append(ServerProcess(process, ready[1], ready[2]))
+        return running[-1]
+
+    yield start
+    for server in running:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def server(serve: Serve) -> ServerProcess:
+    """A server of 64 usable blocks of 4 tokens, shared by the module's tests."""
+    return serve()
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[Client]:
+    """A client of the shared server, that leaves no request and no cached block behind."""
+    with server.client() as made:
+        yield made
+        assert made.audit().violations == ()
+        assert made.stats().num_requests == 0
+        with made.open_session("cleaner") as session:
+            session.reset_prefix_cache()
+
+
+class Wire:
+    """A TCP relay to a server, which can lose replies and break connections."""
+
+    def __init__(self, target: str) -> None:
+        host, port = target.rsplit(":", 1)
+        self._server = (host, int(port))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.target = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.losing = False
+        self._sockets: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        """Breaks every connection; new ones work."""
+        sockets, self._sockets = self._sockets, []
+        self.losing = False
+        for end in sockets:
+            end.close() if end.fileno() < 0 else end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Ends it."""
+        self._listener.close()
+        self.cut()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(self._server)
+            except OSError:
+                return
+            self._sockets += [near, far]
+            for source, sink, is_reply in ((near, far, False), (far, near, True)):
+                relay = threading.Thread(
+                    target=self._relay, args=(source, sink, is_reply), daemon=True
+                )
+                relay.start()
+
+    def _relay(self, source: socket.socket, sink: socket.socket, is_reply: bool) -> None:
+        try:
+            while data := source.recv(1 << 16):
+                if not (is_reply and self.losing):
+                    sink.sendall(data)
+        except OSError:
+            pass
+        finally:
+            for end in (source, sink):
+                try:
+                    end.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    continue
+
+
+@pytest.fixture
+def wire(server: ServerProcess) -> Iterator[Wire]:
+    """A wire to the shared server."""
+    made = Wire(server.target)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def unix_path(tmp_path: Path) -> str:
+    """A path short enough for a Unix socket."""
+    return str(tmp_path / "s")

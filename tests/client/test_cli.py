@@ -1,0 +1,129 @@
+"""The ``kvdepot`` command: its small commands against a real server, and its refusals."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from replay_tools import serving
+
+from kvclient.cli import main
+from kvclient.client import Client
+from kvclient.values import SlotRequest
+
+PROMPT = list(range(40))
+
+
+def kvdepot(*arguments: str) -> Result:
+    return CliRunner().invoke(main, list(arguments), catch_exceptions=False)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server that has two blocks of 16 tokens cached."""
+    mapping_dir = str(tmp_path_factory.mktemp("pool"))
+    with serving("--mapping-dir", mapping_dir, "--num-blocks", "9") as address:
+        with Client(address) as client, client.open_session("scheduler") as session:
+            session.get_computed_blocks("a", PROMPT)
+            session.allocate_slots(SlotRequest("a"))
+            session.cache_blocks("a", len(PROMPT))
+            session.free("a")
+        yield address
+
+
+def test_help_lists_the_commands() -> None:
+    result = kvdepot("--help")
+    assert result.exit_code == 0
+    for name in ("serve", "replay", "demo", "stat", "pull", "audit"):
+        assert f"\n  {name} " in result.output
+
+
+def test_stat(target: str) -> None:
+    shown = kvdepot("stat", "--server", target)
+    assert shown.exit_code == 0
+    assert "cached" in shown.output
+    stats = json.loads(kvdepot("stat", "--server", target, "--json").output)
+    assert stats["num_blocks"] == 9
+    assert stats["blocks"] == {"live": 0, "cached": 2, "quarantined": 0, "free": 6}
+    assert stats["prefix_cache_queries"] == len(PROMPT)
+
+
+def test_audit(target: str) -> None:
+    assert "0 violations" in kvdepot("audit", "--server", target).output
+    report = json.loads(kvdepot("audit", "--server", target, "--json").output)
+    assert report == {"violations": [], "num_blocks_checked": 9, "num_requests_checked": 0}
+
+
+def test_pull_everything_and_then_by_name(target: str, tmp_path: Path) -> None:
+    output = tmp_path / "blocks"
+    result = kvdepot("pull", "--server", target, "--all", "--output", str(output), "--json")
+    assert result.exit_code == 0
+    answer = json.loads(result.stdout)
+    assert answer["ready"] == 2
+    assert answer["bytes"] == output.stat().st_size == 2 * 16 * 128
+    names = list(answer["blocks"])
+    again = kvdepot("pull", "--server", target, *names)
+    assert again.exit_code == 0
+    assert again.stdout.splitlines()[:2] == [f"{name} ready" for name in names]
+    missing = kvdepot("pull", "--server", target, names[0], "00" * (len(names[0]) // 2))
+    assert missing.exit_code == 1
+    assert "1 ready, 0 pending, 1 missing" in missing.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        pytest.param(["pull"], 2, "hashes of blocks, or --all", id="pull-nothing"),
+        pytest.param(["pull", "--all", "00"], 2, "hashes of blocks, or --all", id="pull-both"),
+        pytest.param(["pull", "xyz"], 2, "not hexadecimal", id="pull-no-hash"),
+        pytest.param(["replay", "/no/such/trace"], 2, "does not exist", id="no-trace"),
+        pytest.param(["replay", "--one-by-one"], 2, "--schedulers 1", id="one-by-one-of-two"),
+        pytest.param(
+            ["replay", "--num-blocks", "9", "--capacity-tokens", "9"], 2, "exclude", id="two-sizes"
+        ),
+        pytest.param(["replay", "--limit", "0"], 2, "--limit", id="zero-limit"),
+        pytest.param(["replay", "--verify-sample", "2"], 2, "--verify-sample", id="too-large"),
+        pytest.param(["stat", "--server", "127.0.0.1:1"], 1, "UNAVAILABLE", id="no-server"),
+        pytest.param(
+            ["replay", "--server", "127.0.0.1:1"], 1, "UNAVAILABLE", id="replay-no-server"
+        ),
+    ],
+)
+def test_refusals_are_one_clear_message(arguments: list[str], status: int, message: str) -> None:
+    result = kvdepot(*arguments)
+    assert result.exit_code == status
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_replay_names_the_bad_line_of_a_trace(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0}\n', encoding="utf-8")
+    result = kvdepot("replay", str(trace))
+    assert result.exit_code == 1
+    assert f"{trace}:1" in result.stderr
+
+
+def test_replay_refuses_a_request_larger_than_the_pool() -> None:
+    result = kvdepot("replay", "--requests", "1", "--num-blocks", "4", "--no-bytes", "--json")
+    assert result.exit_code == 1
+    assert "give it more capacity" in result.stderr
+
+
+def test_serve_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "kvserver"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "kvserver", None)
+    result = kvdepot("serve")
+    assert result.exit_code == 1
+    assert "pip install 'kvdepot[server]'" in result.stderr
+
+
+def test_serve_has_the_servers_options() -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["serve", "--help"])
+    assert caught.value.code == 0

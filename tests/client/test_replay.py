@@ -1,0 +1,175 @@
+"""Whole replays: servers, schedulers, a peer and a follower, each in a process of its own."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from replay_tools import kvdepot, serving
+
+from kvclient.client import Client
+from kvclient.replay.trace import TRACE_BLOCK_SIZE, TraceRequest, generate_trace, read_trace
+
+RPCS = {"AllocateSlots", "CacheBlocks", "Free", "GetComputedBlocks", "Step"}
+REAL_TRACE = Path(
+    os.environ.get("KVDEPOT_TRACE")
+    or Path(__file__).parents[3] / "shared" / "data" / "conversation_trace.jsonl.gz"
+)
+
+
+def lru_hits(
+    trace: list[TraceRequest], num_usable: int, num_output: Callable[[TraceRequest], int]
+) -> int:
+    """Trace blocks hit when each request is finished before the next, by a plain model.
+
+    Blocks are as large as the trace's. The free queue is taken from the front; a request's
+    blocks go back tail first, those without content to the front, the others to the back.
+    """
+    free = dict.fromkeys(range(1, num_usable + 1))
+    content: dict[int, object] = {}
+    copies: dict[object, dict[int, None]] = {}
+    hits = 0
+    for request in trace:
+        num_tokens = request.input_length + num_output(request)
+        prefixes: list[object] = []
+        for index in range(num_tokens // TRACE_BLOCK_SIZE):
+            if (index + 1) * TRACE_BLOCK_SIZE <= request.input_length:
+                prefixes.append(hash(request.hash_ids[: index + 1]))
+            else:
+                prefixes.append((request.index, index))
+        table: list[int] = []
+        for prefix in prefixes[: (request.input_length - 1) // TRACE_BLOCK_SIZE]:
+            if prefix not in copies:
+                break
+            table.append(next(iter(copies[prefix])))
+        hits += len(table)
+        for block_id in table:
+            del free[block_id]
+        for index in range(len(table), -(-num_tokens // TRACE_BLOCK_SIZE)):
+            block_id = next(iter(free))
+            del free[block_id]
+            if block_id in content:
+                evicted = content.pop(block_id)
+                del copies[evicted][block_id]
+                if not copies[evicted]:
+                    del copies[evicted]
+            table.append(block_id)
+            if index < len(prefixes):
+                content[block_id] = prefixes[index]
+                copies.setdefault(prefixes[index], {})[block_id] = None
+        table.reverse()
+        empty = [block_id for block_id in table if block_id not in content]
+        free = dict.fromkeys(empty) | free
+        free |= dict.fromkeys(block_id for block_id in table if block_id in content)
+    return hits
+
+
+def computed_output(request: TraceRequest) -> int:
+    """Output tokens that get slots: the last one is sampled, never computed."""
+    return max(0, request.output_length - 1)
+
+
+def test_two_schedulers_share_a_pool_under_pressure() -> None:
+    finished = kvdepot("replay", "--requests", "90", "--capacity-tokens", "20000", "--json")
+    assert finished.status == 0, finished.errors
+    report = finished.json
+    assert report["failures"] == []
+    assert report["requests"] == 90
+    assert report["mirror_equal"] is True
+    assert report["audit_violations"] == 0
+    assert 0.1 < report["hit_rate_tokens"] < 0.9
+    assert set(report["latency_ms"]) == RPCS
+    expected = sum(
+        request.input_length + computed_output(request) for request in generate_trace(90)
+    )
+    assert report["query_tokens"] == sum(request.input_length for request in generate_trace(90))
+    # What preemption threw away was computed or hit again.
+    assert report["tokens_written"] + report["hit_tokens"] >= expected - 1
+    for name in ("blocks_verified", "blocks_reread", "blocks_pulled", "events", "evictions"):
+        assert report[name] > 0, name
+    assert report["preemptions"] > 0
+    assert report["refusals"] >= report["preemptions"] > 0
+
+
+@pytest.mark.parametrize("decode", [True, False], ids=["decode", "prompts-only"])
+def test_one_by_one_hits_what_a_plain_model_hits(tmp_path: Path, decode: bool) -> None:
+    trace = generate_trace(150, seed=5)
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(request.to_json() + "\n" for request in trace), encoding="utf-8")
+    finished = kvdepot(
+        *("replay", str(path), "--schedulers", "1", "--one-by-one", "--layout", "layer"),
+        *("--block-size", str(TRACE_BLOCK_SIZE), "--num-blocks", "121", "--json"),
+        *(() if decode else ("--no-decode",)),
+    )
+    assert finished.status == 0, finished.errors
+    report = finished.json
+    num_output = computed_output if decode else lambda request: 0
+    assert report["hit_trace_blocks"] == lru_hits(trace, 120, num_output)
+    assert report["trace_blocks"] == sum(len(request.hash_ids) for request in trace)
+    assert report["preemptions"] == report["refusals"] == 0
+
+
+def test_wrong_bytes_are_caught_and_named(tmp_path: Path) -> None:
+    options = ("--requests", "40", "--unary-every", "4", "--json")
+    with serving("--mapping-dir", str(tmp_path), "--capacity-tokens", "200000") as target:
+        arguments = ("replay", "--server", target, *options)
+        assert kvdepot(*arguments).status == 0
+        # All is cached now, and the second replay hits it: what somebody scribbled over.
+        with Client(target) as client:
+            description = client.describe_pool()
+        with open(description.mapping_path, "r+b") as file:
+            mapping = mmap.mmap(file.fileno(), 0)
+            page = description.groups[0].page_size_bytes
+            for start in range(page - 8, len(mapping), page):
+                mapping[start] ^= 1
+            mapping.close()
+        finished = kvdepot(*arguments)
+        assert finished.status == 1
+        assert finished.json["ok"] is False
+        scheduler, peer = (
+            [failure for failure in finished.json["failures"] if failure.startswith(start)]
+            for start in ("request", "pulled")
+        )
+        assert scheduler + peer == finished.json["failures"]
+        for failure in scheduler:
+            assert "a hit holds other bytes than its prefix demands" in failure
+            assert all(word in failure for word in ("trace-", "block ", "hash "))
+        assert scheduler or peer
+        assert "WRONG" in finished.errors
+        # Only bytes were wrong; the books are in order.
+        assert kvdepot("audit", "--server", target).status == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.skipif(not REAL_TRACE.exists(), reason="the real trace is not here")
+def test_the_real_trace_hits_what_the_real_manager_hits() -> None:
+    trace = read_trace(str(REAL_TRACE))
+    assert lru_hits(trace, 5859, computed_output) == 39_780
+    finished = kvdepot(
+        *("replay", str(REAL_TRACE), "--schedulers", "1", "--one-by-one", "--json"),
+        *("--block-size", "512", "--num-blocks", "5860"),
+        timeout_seconds=1400,
+    )
+    assert finished.status == 0, finished.errors
+    report = finished.json
+    assert report["trace_blocks"] == 288_500
+    assert report["hit_rate_blocks"] == pytest.approx(0.1379, abs=0.001)
+    assert report["blocks_verified"] == report["hit_trace_blocks"]
+    assert report["mirror_equal"] is True
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not REAL_TRACE.exists(), reason="the real trace is not here")
+def test_two_schedulers_on_the_real_trace() -> None:
+    finished = kvdepot(
+        *("replay", str(REAL_TRACE), "--limit", "600", "--capacity-tokens", "600000", "--json"),
+        timeout_seconds=800,
+    )
+    assert finished.status == 0, finished.errors
+    assert finished.json["mirror_equal"] is True
+    assert finished.json["blocks_verified"] > 0

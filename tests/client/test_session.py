@@ -1,0 +1,253 @@
+"""What a session promises when the wire, or the server, does not hold."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+
+from kvclient import Client, Session
+from kvclient.calls import Call
+from kvclient.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    KVDepotError,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+)
+from kvclient.sequence import Sequence
+from kvclient.values import Content, Free, OperationKind, SlotRequest, Step
+from kvdepot.v1 import cache_pb2
+
+
+def admit(request_id: str, *tokens: int) -> Step:
+    """A Step that looks one request up and gives it slots."""
+    slots = SlotRequest(request_id, Content(tokens), lookup=True)
+    return Step(runs=[(OperationKind.ADMIT, 1)], admissions=[slots])
+
+
+def through_a_lost_reply(
+    wire: Any, client: Client, call: Callable[[], Any], *, live_before: int, live_after: int
+) -> Any:
+    """``call``, whose first answer is lost with its connection, after it was done."""
+    assert client.stats().blocks.live == live_before
+    wire.losing = True
+    answers: list[Any] = []
+    thread = threading.Thread(target=lambda: answers.append(call()))
+    thread.start()
+    deadline = time.monotonic() + 20
+    while client.stats().blocks.live == live_before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert client.stats().blocks.live == live_after
+    wire.cut()
+    thread.join(20)
+    assert client.stats().blocks.live == live_after
+    return answers[0]
+
+
+def test_a_step_whose_answer_is_lost_is_done_once(client: Client, wire: Any) -> None:
+    with Client(wire.target, timeout_s=20) as far, far.open_session() as session:
+        with session.step_stream() as stream:
+            stream.call(admit("a", *range(8)))
+            reply = through_a_lost_reply(
+                wire,
+                client,
+                lambda: stream.call(admit("b", *range(50, 62))),
+                live_before=2,
+                live_after=5,
+            )
+            assert reply.admissions[0].new_blocks == ([3, 4, 5],)
+            assert stream.call(admit("c", 7)).admissions[0].new_blocks == ([6],)
+
+
+def test_a_unary_call_whose_answer_is_lost_is_done_once(client: Client, wire: Any) -> None:
+    with Client(wire.target, timeout_s=20) as far, far.open_session() as session:
+        slots = SlotRequest("a", Content(range(12)), lookup=True)
+        result = through_a_lost_reply(
+            wire, client, lambda: session.allocate_slots(slots), live_before=0, live_after=3
+        )
+        assert result.new_blocks == ([1, 2, 3],)
+        assert session.free("a").known
+
+
+def test_a_call_that_is_late_is_settled_by_the_next(client: Client, wire: Any) -> None:
+    with Client(wire.target, timeout_s=1) as far, far.open_session() as session:
+        for late in (
+            lambda: session.allocate_slots(SlotRequest("a", Content(range(4)), lookup=True)),
+            lambda: session.step(admit("b", *range(8))),
+            lambda: session.step_stream().call(admit("c", 1)),
+        ):
+            session.free("z")
+            wire.losing = True
+            with pytest.raises(DeadlineExceeded) as caught:
+                late()
+            assert caught.value.reason == "DEADLINE_EXCEEDED"
+            wire.cut()
+        settled = session.settle()
+        assert settled.admissions[0].new_blocks == ([4],)
+        assert session.settle() is None
+        assert client.stats().blocks.live == 4
+        assert session.close() == 3
+
+
+def test_a_restarted_server_says_that_the_state_is_gone(serve: Any) -> None:
+    first = serve()
+    with first.client() as client:
+        session = client.open_session()
+        stream = session.step_stream()
+        stream.call(admit("a", *range(8)))
+        first.stop()
+        with pytest.raises(Unavailable) as gone:
+            stream.call(admit("b", 1))
+        assert gone.value.retryable
+        second = serve(listen=first.target)
+        for call in (lambda: stream.call(admit("c", 1)), lambda: session.free("a")):
+            deadline = time.monotonic() + 20
+            while True:
+                try:
+                    call()
+                except Unavailable:
+                    assert time.monotonic() < deadline
+                except FailedPrecondition as error:
+                    assert error.reason == "STALE_EPOCH"
+                    assert error.current_epoch == second.epoch
+                    break
+        assert client.open_session().epoch == second.epoch
+
+
+def test_nobody_there() -> None:
+    with Client("127.0.0.1:9", timeout_s=5) as client:
+        with pytest.raises(Unavailable) as caught:
+            client.stats()
+        assert caught.value.retryable
+        assert not caught.value.answered
+
+
+def test_over_a_unix_socket(serve: Any, unix_path: str) -> None:
+    server = serve(uds=unix_path)
+    with Client(f"unix:{unix_path}", timeout_s=20) as client:
+        assert client.stats().epoch == server.epoch
+
+
+def test_threads_take_turns(client: Client) -> None:
+    with client.open_session() as session, session.step_stream() as stream:
+        errors: list[BaseException] = []
+
+        def work(name: str) -> None:
+            try:
+                for count in range(20):
+                    stream.call(admit(f"{name}{count}", count))
+                    session.free(f"{name}{count}")
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(name,)) for name in "abc"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert errors == []
+
+
+def test_too_large_a_message_breaks_nothing(client: Client, server: Any) -> None:
+    with server.client(max_message_bytes=10_000) as narrow, narrow.open_session() as session:
+        with pytest.raises(ResourceExhausted):
+            session.get_computed_blocks("a", range(5_000))
+        assert session.get_computed_blocks("a", range(10)).handle
+        with session.step_stream() as stream:
+            with pytest.raises(ResourceExhausted):
+                stream.call(admit("b", *range(5_000)))
+            assert stream.call(admit("b", 1)).errors == []
+
+
+def test_a_closed_end_is_closed(client: Client, server: Any) -> None:
+    other = server.client()
+    session = other.open_session()
+    stream = session.step_stream()
+    stream.call(Step(runs=[]))
+    stream.close()
+    with pytest.raises(FailedPrecondition, match="stream is closed"):
+        stream.call(Step(runs=[]))
+    session.close()
+    with pytest.raises(FailedPrecondition, match="session is closed"):
+        session.free("a")
+    events = other.stream_events()
+    events.close()
+    with pytest.raises((Cancelled, StopIteration)):
+        next(events)
+    other.close()
+    with pytest.raises(FailedPrecondition, match="client is closed"):
+        other.stats()
+
+
+def test_a_failing_with_block_closes_its_session(client: Client) -> None:
+    with pytest.raises(ZeroDivisionError), client.open_session() as session:
+        session.step(admit("a", 1))
+        raise ZeroDivisionError
+    assert client.stats().num_sessions == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "call"),
+    [
+        ("num_computed_tokens", lambda session: session.cache_blocks("a", -1)),
+        ("ticket", lambda session: session.return_blocks(1 << 64)),
+        (
+            "num_new_tokens",
+            lambda session: session.allocate_slots(SlotRequest("a", num_new_tokens=1 << 32)),
+        ),
+        ("token_offset", lambda session: session.get_computed_blocks("a", Content(b"", -1))),
+        (
+            "free.handles",
+            lambda session: session.step(
+                Step(runs=[(OperationKind.FREE, 1)], free=Free(handles=[1 << 31]))
+            ),
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_the_wire_cannot_carry_is_refused_here(
+    client: Client, field: str, call: Callable[[Session], Any]
+) -> None:
+    with client.open_session() as session:
+        with pytest.raises(InvalidArgument) as caught:
+            call(session)
+        assert caught.value.field == field
+        assert session.free("a").known is False
+
+
+def _answered(error: KVDepotError) -> KVDepotError:
+    error.answered = True
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "pending", "next_op_seq"),
+    [
+        pytest.param(_answered(NotFound("", reason="X")), False, 2, id="the-server-said-no"),
+        pytest.param(Unavailable("", reason="X"), True, 1, id="the-wire-broke"),
+        pytest.param(_answered(Unavailable("", reason="X")), True, 1, id="the-server-stops"),
+        pytest.param(DeadlineExceeded("", reason="X"), True, 1, id="late"),
+        pytest.param(ResourceExhausted("", reason="X"), False, 2, id="too-large-perhaps-done"),
+    ],
+)
+def test_what_a_failed_call_leaves(error: KVDepotError, pending: bool, next_op_seq: int) -> None:
+    sequence = Sequence("session", "epoch")
+    call: Call[Any] = Call("KVCacheService", "Free", cache_pb2.FreeRequest(), lambda reply: reply)
+    sequence.begin(call)
+    assert sequence.failed(error) is False
+    assert (sequence.pending is call) is pending
+    sequence.pending = None
+    sequence.begin(call)
+    assert call.request.context.op_seq == next_op_seq
+
+
+def test_no_grpc_error_escapes() -> None:
+    assert not issubclass(KVDepotError, grpc.RpcError)

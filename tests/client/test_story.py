@@ -1,0 +1,92 @@
+"""Both clients, the same story, the same answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvclient.values import Outcome
+
+
+@pytest.fixture(scope="module")
+def told(serve: Any) -> dict[str, list[dict[str, Any]]]:
+    """What each client's story printed, each on a server of its own."""
+    transcripts = {}
+    for flavour in ("sync", "aio"):
+        run = subprocess.run(
+            [sys.executable, Path(__file__).with_name("story.py"), flavour, serve().target],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        assert run.returncode == 0, run.stdout + run.stderr
+        transcripts[flavour] = [json.loads(line) for line in run.stdout.splitlines()]
+    return transcripts
+
+
+def test_both_clients_get_the_same_answers(told: dict[str, list[dict[str, Any]]]) -> None:
+    assert told["sync"] == told["aio"]
+
+
+def test_the_answers(told: dict[str, list[dict[str, Any]]]) -> None:
+    answers = {what: answer for line in told["sync"] for what, answer in line.items()}
+    assert answers["pool"] == [65, 4, "block", 2]
+    assert answers["at first"] == []
+    assert answers["lookup"] == {"num_computed_tokens": 0, "blocks": [[]], "handle": 1}
+    assert answers["slots"]["new_blocks"] == [[1, 2, 3]]
+    assert answers["decode"]["new_blocks"] == [[]]
+    assert answers["cache"] is True
+    assert answers["cache unknown"] is False
+    shared, salted = answers["step"]["admissions"]
+    assert shared["hit_blocks"] == [[1, 2]]
+    assert shared["new_blocks"] == [[4]]
+    assert (shared["num_new_computed_tokens"], shared["num_new_tokens"]) == (8, 2)
+    assert salted["hit_blocks"] == [[]]
+    assert salted["new_blocks"] == [[5, 6]]
+    assert salted["outcome"] == Outcome.OK
+    assert answers["grown"] == [[7]]
+    assert answers["free"]["free_tickets"][0] == 0
+    assert answers["returned"] == 2
+    assert answers["violations"] == []
+    # Blocks 1 to 3 of request a, and the two that only the salt sets apart.
+    assert len(answers["mirrored"]) == 5
+    assert answers["pulled"] == [*[["READY", 512]] * 5, ["MISSING", 0]]
+    assert answers["closed"] == 2
+    assert answers["closed again"] == 0
+
+
+@pytest.mark.parametrize(
+    ("what", "error"),
+    [
+        ("unknown ticket", ["NotFound", "UNKNOWN_TICKET", "ticket", False]),
+        ("busy reset", ["FailedPrecondition", "BLOCKS_IN_USE", "", True]),
+        (
+            "bad mark",
+            ["InvalidArgument", "INVALID_ARGUMENT", "context.completed_step", False],
+        ),
+        ("bad token", ["InvalidArgument", "INVALID_ARGUMENT", "tokens", False]),
+        ("odd bytes", ["InvalidArgument", "INVALID_ARGUMENT", "content.tokens", False]),
+        ("no request", ["NotFound", "UNKNOWN_REQUEST", "request_id", False]),
+        ("other tokens", ["AlreadyExists", "REQUEST_EXISTS", "content.tokens", False]),
+        ("bad step", ["InvalidArgument", "INVALID_ARGUMENT", "runs.count", False]),
+        (
+            "bad fingerprint",
+            ["FailedPrecondition", "FINGERPRINT_MISMATCH", "fingerprint", False],
+        ),
+        ("bad pull", ["InvalidArgument", "INVALID_ARGUMENT", "block_hashes[0]", False]),
+        ("old events", ["DataLoss", "EPOCH_CHANGED", "epoch", False]),
+    ],
+    ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
+)
+def test_errors_are_typed(
+    told: dict[str, list[dict[str, Any]]], what: str, error: list[Any]
+) -> None:
+    answers = {name: answer for line in told["sync"] for name, answer in line.items()}
+    assert answers[what] == error

@@ -1,0 +1,186 @@
+"""The pool's bytes: their layouts, their views, their file."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvcore import memory
+from kvcore.errors import AlreadyExists, InvalidArgument, NotFound, ResourceExhausted
+from kvcore.memory import PoolMemory, layer_layouts, remove_abandoned
+from kvcore.spec import DepotConfig, FullAttentionSpec, KVCacheConfig, KVCacheGroup
+
+torch = pytest.importorskip("torch")
+
+BLOCK_SIZE, HEADS, HEAD_SIZE, NUM_BLOCKS = 4, 2, 8, 6
+PAGE = 2 * BLOCK_SIZE * HEADS * HEAD_SIZE * 2
+LAYERS = ("first", "second", "third")
+
+
+def config_of(layout: str, *, head_size_v: int | None = None) -> DepotConfig:
+    spec = FullAttentionSpec(BLOCK_SIZE, HEADS, HEAD_SIZE, "bfloat16", head_size_v)
+    return DepotConfig(KVCacheConfig(NUM_BLOCKS, (KVCacheGroup(LAYERS, spec),)), layout=layout)
+
+
+@pytest.fixture(params=["block", "layer"])
+def pool(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[PoolMemory]:
+    with PoolMemory(config_of(request.param), str(tmp_path), name="test") as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("layout", "offsets", "stride"),
+    [
+        pytest.param("block", [0, PAGE, 2 * PAGE], 3 * PAGE, id="block"),
+        pytest.param("layer", [0, NUM_BLOCKS * PAGE, 2 * NUM_BLOCKS * PAGE], PAGE, id="layer"),
+    ],
+)
+def test_where_layers_lie(layout: str, offsets: list[int], stride: int) -> None:
+    layouts = layer_layouts(config_of(layout))
+    assert [(lay.name, lay.offset_bytes) for lay in layouts] == list(
+        zip(LAYERS, offsets, strict=True)
+    )
+    assert {lay.block_stride_bytes for lay in layouts} == {stride}
+    assert {lay.group for lay in layouts} == {0}
+
+
+def test_the_sizes_of_qwen2() -> None:
+    spec = FullAttentionSpec(16, 2, 64)
+    names = tuple(f"layer.{i}" for i in range(24))
+    cache = KVCacheConfig(131_928, (KVCacheGroup(names, spec),))
+    layouts = layer_layouts(DepotConfig(cache, layout="layer"))
+    assert spec.page_size_bytes == 8192
+    assert layouts[1].offset_bytes - layouts[0].offset_bytes == 1_080_754_176
+    assert cache.pool_bytes == 24 * 1_080_754_176
+
+
+def test_a_layer_is_a_view_of_the_pool(pool: PoolMemory) -> None:
+    assert pool.nbytes == Path(pool.path).stat().st_size == NUM_BLOCKS * len(LAYERS) * PAGE
+    views = [pool.layer(name) for name in LAYERS]
+    for number, view in enumerate(views, 1):
+        assert view.shape == (NUM_BLOCKS, 2, BLOCK_SIZE, HEADS, HEAD_SIZE)
+        assert view.dtype is torch.bfloat16
+        assert not view.any()
+        assert view.stride()[1:] == (
+            BLOCK_SIZE * HEADS * HEAD_SIZE,
+            HEADS * HEAD_SIZE,
+            HEAD_SIZE,
+            1,
+        )
+        view.fill_(number)
+    for number, (name, view) in enumerate(zip(LAYERS, views, strict=True), 1):
+        assert bool((view == number).all())
+        swapped = pool.layer(name, kv_first=True)
+        assert swapped.shape == (2, NUM_BLOCKS, BLOCK_SIZE, HEADS, HEAD_SIZE)
+        assert torch.equal(swapped.transpose(0, 1), view)
+        swapped[1, 3, 2] = 9
+        assert bool((view[3, 1, 2] == 9).all())
+
+
+def test_a_block_is_its_pages_layer_by_layer(pool: PoolMemory) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for name in LAYERS:
+        view = pool.layer(name)
+        view.copy_(torch.randn(view.shape, generator=generator))
+    for block_id in (0, 1, NUM_BLOCKS - 1):
+        pages = [pool.layer(name)[block_id] for name in LAYERS]
+        expected = torch.stack(pages).contiguous().view(torch.uint8).flatten()
+        found = torch.frombuffer(bytearray(pool.block_pages(block_id)), dtype=torch.uint8)
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("block_id", "group"), [(-1, 0), (NUM_BLOCKS, 0), (1, 1), (1, -1)], ids=str
+)
+def test_there_is_no_such_block(pool: PoolMemory, block_id: int, group: int) -> None:
+    with pytest.raises(InvalidArgument):
+        pool.block_pages(block_id, group)
+
+
+def test_there_is_no_such_layer(pool: PoolMemory) -> None:
+    with pytest.raises(NotFound, match="fourth"):
+        pool.layer("fourth")
+
+
+def test_another_process_sees_writes_and_is_seen(pool: PoolMemory) -> None:
+    pool.layer("second")[5, 1, 3, 1, 7] = 42
+    offset = pool.layouts["second"].offset_bytes + 5 * pool.layouts["second"].block_stride_bytes
+    program = f"""
+import mmap, os
+fd = os.open({pool.path!r}, os.O_RDWR)
+shared = mmap.mmap(fd, 0)
+page = shared[{offset}:{offset + PAGE}]
+assert page[-2:] == b"\\x28\\x42", page[-2:]  # 42 as bfloat16, in the page's last element
+shared[{offset}:{offset} + 2] = b"\\x28\\x42"
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=30)
+    assert pool.layer("second")[5, 0, 0, 0, 0] == 42
+
+
+def test_the_file_is_private_and_reserved_and_goes(tmp_path: Path) -> None:
+    pool = PoolMemory(config_of("block"), str(tmp_path), name="test")
+    status = Path(pool.path).stat()
+    assert stat.S_IMODE(status.st_mode) == 0o600
+    assert status.st_blocks * 512 >= pool.nbytes
+    view = pool.layer("first")
+    pool.close()
+    pool.close()
+    assert list(tmp_path.iterdir()) == []
+    assert not view.any()  # whoever maps it keeps the bytes
+
+
+def test_two_pools_never_share_a_file(tmp_path: Path) -> None:
+    with PoolMemory(config_of("block"), str(tmp_path), name="test") as first:
+        with pytest.raises(AlreadyExists, match="another server"):
+            PoolMemory(config_of("block"), str(tmp_path), name="test")
+        assert Path(first.path).exists()
+        assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_too_small_a_filesystem_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, offset: int, length: int) -> None:
+        os.ftruncate(fd, length // 2)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(memory.os, "posix_fallocate", full)
+    with pytest.raises(ResourceExhausted, match=r"needs \d+ bytes, but .* has room for \d+"):
+        PoolMemory(config_of("block"), str(tmp_path), name="test")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_failures_are_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(fd: int, offset: int, length: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(memory.os, "posix_fallocate", broken)
+    with pytest.raises(OSError, match="Input/output"):
+        PoolMemory(config_of("block"), str(tmp_path), name="test")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["", "a/b"], ids=["empty", "slash"])
+def test_a_name_must_name_a_file(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InvalidArgument):
+        PoolMemory(config_of("block"), str(tmp_path), name=name)
+
+
+def test_k_and_v_of_two_sizes_have_no_view(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="one size"):
+        PoolMemory(config_of("block", head_size_v=16), str(tmp_path), name="test")
+
+
+def test_what_a_dead_owner_left_is_removed(tmp_path: Path) -> None:
+    with PoolMemory(config_of("block"), str(tmp_path), name="alive") as alive:
+        abandoned = tmp_path / "kvdepot-dead.pool"
+        abandoned.write_bytes(b"x")
+        (tmp_path / "other.txt").write_bytes(b"x")
+        assert remove_abandoned(str(tmp_path)) == [str(abandoned)]
+        assert Path(alive.path).exists()
+        assert (tmp_path / "other.txt").exists()

@@ -1,0 +1,119 @@
+"""Where an option's value comes from, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvserver.config import ConfigError, is_loopback, parse, split_address
+
+
+@pytest.mark.parametrize(
+    ("flag", "env", "file", "expected"),
+    [
+        pytest.param(None, None, None, 16, id="default"),
+        pytest.param(None, None, "8", 8, id="file"),
+        pytest.param(None, "32", "8", 32, id="environment over file"),
+        pytest.param("64", "32", "8", 64, id="flag over environment"),
+        pytest.param("64", None, "8", 64, id="flag over file"),
+        pytest.param("64", None, None, 64, id="flag"),
+        pytest.param(None, "32", None, 32, id="environment"),
+    ],
+)
+def test_precedence(
+    tmp_path: Path, flag: str | None, env: str | None, file: str | None, expected: int
+) -> None:
+    argv = [] if flag is None else ["--block-size", flag]
+    environ = {} if env is None else {"KVDEPOT_BLOCK_SIZE": env}
+    if file is not None:
+        path = tmp_path / "kvdepot.yaml"
+        path.write_text(f"block-size: {file}\n")
+        argv += ["--config", str(path)]
+    assert parse(argv, environ).block_size == expected
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "named"),
+    [
+        pytest.param(["--block-size", "none"], {}, "--block-size", id="not a number"),
+        pytest.param(["--block-size", "0"], {}, "--block-size", id="below its range"),
+        pytest.param([], {"KVDEPOT_NUM_BLOCKS": "1"}, "KVDEPOT_NUM_BLOCKS", id="environment"),
+        pytest.param(["--watermark", "nan"], {}, "--watermark", id="not a real number"),
+        pytest.param(["--model", "gpt-9"], {}, "--model", id="unknown preset"),
+        pytest.param([], {"KVDEPOT_NO_MEMORY": "maybe"}, "KVDEPOT_NO_MEMORY", id="boolean"),
+        pytest.param(["--listen", "50051"], {}, "--listen", id="no host"),
+        pytest.param(["--listen", "::1:5"], {}, "--listen", id="bare IPv6"),
+        pytest.param(["--listen", "localhost:99999"], {}, "--listen", id="port too large"),
+        pytest.param(["--listen", "0.0.0.0:1"], {}, "--insecure-bind", id="not loopback"),
+        pytest.param(["--listen", "example.org:1"], {}, "--insecure-bind", id="a name"),
+        pytest.param(["--metrics-host", "0.0.0.0"], {}, "--insecure-bind", id="metrics"),
+        pytest.param(
+            ["--num-blocks", "9", "--memory-bytes", "9"], {}, "exclude each other", id="two sizes"
+        ),
+        pytest.param(["--memory-bytes", "100"], {}, "at least 2", id="too little memory"),
+        pytest.param(["--config", "/nonexistent.yaml"], {}, "--config", id="no such file"),
+    ],
+)
+def test_refused(argv: list[str], environ: dict[str, str], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        parse(argv, environ)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        pytest.param("blok-size: 8", "blok-size", id="unknown option"),
+        pytest.param("- 8", "mapping", id="a list"),
+        pytest.param("block-size: [8]", "block-size", id="a list as value"),
+        pytest.param("block-size: true", "block-size", id="a boolean as number"),
+        pytest.param("a: b: c", "cannot read", id="not YAML"),
+    ],
+)
+def test_refused_file(tmp_path: Path, text: str, named: str) -> None:
+    path = tmp_path / "kvdepot.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=named):
+        parse([], {"KVDEPOT_CONFIG": str(path)})
+
+
+@pytest.mark.parametrize(
+    ("argv", "num_blocks"),
+    [
+        pytest.param(["--num-blocks", "100"], 100, id="blocks"),
+        pytest.param(["--capacity-tokens", "3000000", "--block-size", "512"], 5860, id="tokens"),
+        # 16 tokens of 128 bytes a block.
+        pytest.param(["--memory-bytes", str(100 * 2048)], 100, id="bytes"),
+        pytest.param([], 4097, id="default"),
+    ],
+)
+def test_pool_size(argv: list[str], num_blocks: int) -> None:
+    assert parse(argv, {}).depot_config().kv_cache.num_blocks == num_blocks
+
+
+def test_a_shape_of_ones_own() -> None:
+    config = parse(["--model", "qwen2-0.5b", "--num-layers", "3", "--dtype", "float32"], {})
+    (group,) = config.depot_config().kv_cache.groups
+    assert len(group.layer_names) == 3
+    assert group.spec.page_size_bytes == 16 * 2 * 2 * 64 * 4
+
+
+def test_an_open_bind_is_possible_when_asked_for() -> None:
+    assert parse(["--listen", "0.0.0.0:1", "--insecure-bind"], {}).insecure_bind
+    assert parse(["--listen", "[::1]:1"], {"KVDEPOT_NO_METRICS": "true"}).no_metrics
+
+
+@pytest.mark.parametrize(
+    ("address", "split", "loopback"),
+    [
+        pytest.param("127.0.0.1:0", ("127.0.0.1", 0), True, id="IPv4"),
+        pytest.param("127.8.0.1:9", ("127.8.0.1", 9), True, id="another loopback"),
+        pytest.param("[::1]:65535", ("::1", 65535), True, id="IPv6"),
+        pytest.param("localhost:1", ("localhost", 1), True, id="name"),
+        pytest.param("[::]:1", ("::", 1), False, id="any IPv6"),
+        pytest.param("10.0.0.1:1", ("10.0.0.1", 1), False, id="private"),
+    ],
+)
+def test_addresses(address: str, split: tuple[str, int], loopback: bool) -> None:
+    assert split_address(address, option="--listen") == split
+    assert is_loopback(split[0]) is loopback

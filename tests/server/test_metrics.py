@@ -1,0 +1,56 @@
+"""/metrics read as Prometheus reads it."""
+
+from __future__ import annotations
+
+from urllib.request import urlopen
+
+import grpc
+from prometheus_client.parser import text_string_to_metric_families
+
+from serving import Serve, Served, refused, tokens
+
+PROMPT = tokens(*range(1, 11))
+
+
+def scrape(served: Served) -> dict[str, dict[tuple[str, ...], float]]:
+    """Samples by name, then by label values in order of label name."""
+    with urlopen(f"http://127.0.0.1:{served.server.metrics_port}/metrics", timeout=20) as page:
+        text = page.read().decode()
+    samples: dict[str, dict[tuple[str, ...], float]] = {}
+    for family in text_string_to_metric_families(text):
+        assert family.documentation, family.name
+        for sample in family.samples:
+            key = tuple(sample.labels[name] for name in sorted(sample.labels))
+            samples.setdefault(sample.name, {})[key] = sample.value
+    return samples
+
+
+def test_a_scrape_tells_what_happened(serve: Serve) -> None:
+    served = serve(no_metrics=False, metrics_port=0)
+    scheduler = served.open()
+    scheduler.admit("a", PROMPT)
+    scheduler.free("a")
+    scheduler.admit("b", PROMPT)
+    refused(lambda: scheduler.free("b", 0), grpc.StatusCode.INVALID_ARGUMENT)
+
+    seen = scrape(served)
+    assert sum(seen["kvdepot_blocks"].values()) == seen["kvdepot_pool_blocks"][()] == 32
+    assert seen["kvdepot_blocks"]["live",] == 3
+    assert seen["kvdepot_pool_usage_ratio"][()] == 3 / 32
+    assert seen["kvdepot_prefix_cache_query_tokens_total"][()] == 20
+    assert seen["kvdepot_prefix_cache_hit_tokens_total"][()] == 8
+    assert seen["kvdepot_sessions"][()] == seen["kvdepot_requests"][()] == 1
+    calls = seen["kvdepot_rpc_requests_total"]
+    assert calls["OK", "AllocateSlots"] == 2
+    assert calls["INVALID_ARGUMENT", "Free"] == 1
+    assert seen["kvdepot_rpc_duration_seconds_count"]["AllocateSlots",] == 2
+    buckets = seen["kvdepot_rpc_duration_seconds_bucket"]
+    assert buckets["+Inf", "AllocateSlots"] == 2
+    assert seen["kvdepot_events_total"]["stored",] >= 1
+    assert all(name.startswith(("kvdepot_", "process_")) for name in seen)
+
+
+def test_a_refusal_is_counted(serve: Serve) -> None:
+    served = serve(no_metrics=False, metrics_port=0, num_blocks=3)
+    served.open().admit("large", PROMPT)
+    assert scrape(served)["kvdepot_allocation_refusals_total"][()] == 1

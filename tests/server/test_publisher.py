@@ -1,0 +1,262 @@
+"""The publisher alone: numbering, history, queues, cutting and batching."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+import pytest
+import uvloop
+
+from kvcore.errors import (
+    DataLoss,
+    InvalidArgument,
+    KVDepotError,
+    OutOfRange,
+    ResourceExhausted,
+    Unavailable,
+)
+from kvcore.events import AllBlocksCleared, BlockRemoved, BlockStored
+from kvdepot.v1 import event_pb2
+from kvserver import publisher as module
+from kvserver.publisher import Publisher
+
+
+def make(**options: Any) -> Publisher:
+    defaults: dict[str, Any] = {
+        "history_events": 100,
+        "queue_batches": 4,
+        "subscribers_max": 2,
+        "heartbeat_seconds": 60.0,
+    }
+    return Publisher("epoch-1", **(defaults | options))
+
+
+def stored(number: int, count: int = 1, block_size: int = 2) -> BlockStored:
+    return BlockStored(
+        block_hashes=[(number + i).to_bytes(32, "big") for i in range(count)],
+        parent_block_hash=None,
+        token_ids=b"\1\0\0\0" * block_size * count,
+        block_size=block_size,
+        lora_id=None,
+        lora_name=None,
+        extra_keys=None,
+        group=0,
+        spec_kind="full_attention",
+        medium="CPU",
+    )
+
+
+def on_loop(story: Callable[[], Awaitable[None]]) -> None:
+    async def run() -> None:
+        await story()
+
+    uvloop.run(run())
+
+
+def decode(messages: Iterable[bytes]) -> list[event_pb2.StreamEventsResponse]:
+    return [event_pb2.StreamEventsResponse.FromString(message) for message in messages]
+
+
+def sequences(messages: Iterable[bytes]) -> list[int]:
+    return [
+        response.first_sequence + position
+        for response in decode(messages)
+        for position in range(len(response.events))
+    ]
+
+
+def test_events_are_numbered_batched_and_resumed_from_within_a_batch() -> None:
+    async def story() -> None:
+        publisher = make()
+        live, first = publisher.subscribe()
+        assert list(first) == []
+        publisher.publish([stored(1), BlockRemoved([b"h" * 32], 0, "CPU"), AllBlocksCleared(3)])
+        publisher.publish([stored(2)])
+        message = await live.next()
+        assert sequences([message]) == [0, 1, 2, 3]
+        kinds = [event.WhichOneof("event") for event in decode([message])[0].events]
+        assert kinds == ["block_stored", "block_removed", "all_blocks_cleared", "block_stored"]
+        _, first = publisher.subscribe(epoch="epoch-1", from_sequence=2)
+        assert sequences(first) == [2, 3]
+        assert dict(publisher.published) == {"stored": 2, "removed": 1, "cleared": 1}
+
+    on_loop(story)
+
+
+def test_resuming_includes_what_is_pending() -> None:
+    async def story() -> None:
+        publisher = make()
+        publisher.publish([stored(1)])
+        subscriber, first = publisher.subscribe(from_sequence=0)
+        assert sequences(first) == [0]
+        publisher.publish([stored(2)])
+        assert sequences([await subscriber.next()]) == [1]
+
+    on_loop(story)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        pytest.param({"epoch": "epoch-0"}, DataLoss, id="another epoch"),
+        pytest.param({"from_sequence": 1}, OutOfRange, id="expired"),
+        pytest.param({"from_sequence": 6}, OutOfRange, id="in the future"),
+        pytest.param(
+            {"from_sequence": 3, "fresh": True}, InvalidArgument, id="cursor and snapshot"
+        ),
+        pytest.param({"from_sequence": 2}, None, id="oldest kept"),
+        pytest.param({"from_sequence": 5}, None, id="next"),
+        pytest.param({}, None, id="now"),
+    ],
+)
+def test_cursors(arguments: dict[str, Any], error: type[KVDepotError] | None) -> None:
+    async def story() -> None:
+        publisher = make(history_events=3)
+        for number in range(5):
+            publisher.publish([stored(number)])
+            publisher.flush()
+        if error is None:
+            publisher.subscribe(**arguments)
+            return
+        with pytest.raises(error):
+            publisher.subscribe(**arguments)
+        assert publisher.num_subscribers == 0
+
+    on_loop(story)
+
+
+def test_a_slow_subscriber_is_cut_off_and_others_are_not() -> None:
+    async def story() -> None:
+        publisher = make(queue_batches=4)
+        slow, _ = publisher.subscribe()
+        quick, _ = publisher.subscribe()
+        seen = []
+        for number in range(6):
+            publisher.publish([stored(number)])
+            publisher.flush()
+            seen.append(await quick.next())
+        assert sequences(seen) == list(range(6))
+        with pytest.raises(ResourceExhausted, match="lags"):
+            await slow.next()
+        assert (publisher.num_subscribers, publisher.cut_off) == (1, 1)
+
+    on_loop(story)
+
+
+def test_bytes_bound_the_queue_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "QUEUE_BYTES_MAX", 100)
+
+    async def story() -> None:
+        publisher = make()
+        slow, _ = publisher.subscribe()
+        for number in range(2):
+            publisher.publish([stored(number)])
+            publisher.flush()
+        with pytest.raises(ResourceExhausted):
+            await slow.next()
+
+    on_loop(story)
+
+
+def test_bytes_bound_the_history_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HISTORY_BYTES_MAX", 200)
+
+    async def story() -> None:
+        publisher = make()
+        for number in range(9):
+            publisher.publish([stored(number)])
+            publisher.flush()
+        with pytest.raises(OutOfRange):
+            publisher.subscribe(from_sequence=0)
+        assert sequences(publisher.subscribe(from_sequence=8)[1]) == [8]
+
+    on_loop(story)
+
+
+def test_subscribers_are_limited() -> None:
+    async def story() -> None:
+        publisher = make(subscribers_max=1)
+        first, _ = publisher.subscribe()
+        with pytest.raises(ResourceExhausted):
+            publisher.subscribe()
+        publisher.unsubscribe(first)
+        publisher.subscribe()
+
+    on_loop(story)
+
+
+def test_an_event_too_large_for_a_message_is_cut_into_a_chain() -> None:
+    async def story() -> None:
+        publisher = make()
+        subscriber, _ = publisher.subscribe()
+        whole = stored(0, count=400, block_size=512)
+        publisher.publish([whole])
+        assert publisher.next_sequence > 1
+        parts = []
+        publisher.flush()
+        while subscriber.num_queued:
+            (response,) = decode([await subscriber.next()])
+            assert response.ByteSize() <= module.BATCH_BYTES_MAX + 4096
+            parts += [event.block_stored for event in response.events]
+        hashes = [block_hash for part in parts for block_hash in part.block_hashes]
+        assert hashes == whole.block_hashes
+        assert b"".join(part.token_ids for part in parts) == whole.token_ids
+        assert not parts[0].HasField("parent_block_hash")
+        for before, after in itertools.pairwise(parts):
+            assert after.parent_block_hash == before.block_hashes[-1]
+
+    on_loop(story)
+
+
+@pytest.mark.parametrize("count", [0, 1, 700])
+def test_a_snapshot_has_the_sequence_of_its_moment(count: int) -> None:
+    async def story() -> None:
+        publisher = make()
+        publisher.publish([stored(1)])
+        publisher.subscribe(fresh=True)
+        messages = publisher.snapshot_messages([stored(number) for number in range(count)])
+        publisher.publish([stored(2)])
+        responses = decode(messages)
+        assert sum(len(response.events) for response in responses) == count
+        assert all(response.snapshot and response.first_sequence == 1 for response in responses)
+        assert [response.snapshot_end for response in responses] == [
+            *([False] * (len(responses) - 1)),
+            True,
+        ]
+
+    on_loop(story)
+
+
+def test_a_heartbeat_goes_to_the_idle_only() -> None:
+    async def story() -> None:
+        publisher = make(heartbeat_seconds=0.02)
+        subscriber, _ = publisher.subscribe()
+        publisher.publish([stored(1)])
+        first, second = decode([await subscriber.next(), await subscriber.next()])
+        assert (first.first_sequence, len(first.events)) == (0, 1)
+        assert (second.first_sequence, len(second.events)) == (1, 0)
+        assert second.epoch == "epoch-1"
+        publisher.close()
+
+    on_loop(story)
+
+
+def test_closing_ends_streams_after_what_was_published() -> None:
+    async def story() -> None:
+        publisher = make()
+        subscriber, _ = publisher.subscribe()
+        waiting = asyncio.ensure_future(publisher.subscribe()[0].next())
+        await asyncio.sleep(0)
+        publisher.publish([stored(1)])
+        publisher.close()
+        assert sequences([await subscriber.next()]) == [0]
+        assert sequences([await waiting]) == [0]
+        with pytest.raises(Unavailable):
+            await subscriber.next()
+        with pytest.raises(Unavailable):
+            publisher.subscribe()
+
+    on_loop(story)

@@ -1,0 +1,197 @@
+"""The process: it announces itself, is found healthy, and stops gracefully."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.request import urlopen
+
+import grpc
+import pytest
+from google.protobuf import descriptor_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from kvdepot.v1 import cache_pb2_grpc, event_pb2, event_pb2_grpc
+from kvserver.config import ConfigError
+from serving import Scheduler, Serve, refused, tokens
+
+READY = re.compile(r"kvdepot ready grpc=(\S+) uds=(\S+) metrics=(\S+) epoch=(\S+) blocks=(\d+)")
+
+Start = Callable[..., "Process"]
+
+
+class Process:
+    """``python -m kvserver``, announced."""
+
+    def __init__(self, *flags: str) -> None:
+        self.popen = subprocess.Popen(
+            [sys.executable, "-m", "kvserver", *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        )
+        assert self.popen.stdout is not None
+        self.line = self.popen.stdout.readline()
+        match = READY.fullmatch(self.line.strip())
+        if match is None:
+            self.kill()
+            raise AssertionError(f"not ready: {self.line!r} {self.stderr()}")
+        self.target, self.uds, self.metrics, self.epoch, _ = match.groups()
+
+    def kill(self) -> None:
+        """End it, if it has not ended."""
+        if self.popen.poll() is None:
+            self.popen.kill()
+        self.popen.wait(20)
+
+    def stderr(self) -> str:
+        """What it logged; it must have ended."""
+        assert self.popen.stderr is not None
+        return self.popen.stderr.read()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts processes; all end with the test."""
+    running: list[Process] = []
+
+    def begin(*flags: str) -> Process:
+        process = Process(
+            *("--listen", "127.0.0.1:0", "--metrics-port", "0", "--num-blocks", "65"),
+            *("--mapping-dir", str(tmp_path), "--uds", str(tmp_path / "kvdepot.sock")),
+            *flags,
+        )
+        running.append(process)
+        return process
+
+    yield begin
+    for process in running:
+        process.kill()
+        for pipe in (process.popen.stdout, process.popen.stderr):
+            assert pipe is not None
+            pipe.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
+def test_a_day_of_the_process(start: Start, tmp_path: Path, number: signal.Signals) -> None:
+    process = start("--drain-grace-s", "20")
+    with grpc.insecure_channel(f"unix:{process.uds}") as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        watches = [health.Watch(health_pb2.HealthCheckRequest(), timeout=30) for _ in range(2)]
+        for watch in watches:
+            assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+        scheduler = Scheduler(cache_pb2_grpc.KVCacheServiceStub(channel))
+        assert Path(scheduler.opened.pool.mapping_path).parent == tmp_path
+        assert scheduler.opened.epoch == process.epoch
+        follower = event_pb2_grpc.KVEventServiceStub(channel).StreamEvents(
+            event_pb2.StreamEventsRequest(), timeout=30
+        )
+        follower.initial_metadata()
+        with urlopen(f"http://{process.metrics}/metrics") as page:
+            assert b'kvdepot_blocks{state="free"} 64.0' in page.read()
+
+        process.popen.send_signal(number)
+        for watch in watches:
+            assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        # Who is here may finish; nobody new comes in.
+        refused(lambda: Scheduler(scheduler.stub), grpc.StatusCode.UNAVAILABLE)
+        assert scheduler.admit("last", tokens(1, 2, 3)).handle
+        assert scheduler.close().num_requests_freed == 1
+        refused(lambda: list(follower), grpc.StatusCode.UNAVAILABLE)
+        assert process.popen.wait(20) == 0
+    assert list(tmp_path.iterdir()) == []
+    assert "Traceback" not in process.stderr()
+
+
+def test_the_grace_ends(start: Start) -> None:
+    process = start("--drain-grace-s", "0.2")
+    with grpc.insecure_channel(process.target) as channel:
+        Scheduler(cache_pb2_grpc.KVCacheServiceStub(channel))
+        process.popen.send_signal(signal.SIGTERM)
+        assert process.popen.wait(20) == 0
+
+
+def test_a_second_signal_skips_the_grace(start: Start) -> None:
+    process = start("--drain-grace-s", "600")
+    with grpc.insecure_channel(process.target) as channel:
+        Scheduler(cache_pb2_grpc.KVCacheServiceStub(channel))
+        process.popen.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        assert process.popen.poll() is None
+        process.popen.send_signal(signal.SIGTERM)
+        assert process.popen.wait(20) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        pytest.param(["--listen", "0.0.0.0:0"], "--insecure-bind", id="not loopback"),
+        pytest.param(["--num-blocks", "one"], "--num-blocks", id="not a number"),
+        pytest.param(["--mapping-dir", "/nonexistent"], "nonexistent", id="no directory"),
+    ],
+)
+def test_a_configuration_error_is_one_line(flags: list[str], named: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "kvserver", *flags],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+    )
+    assert ended.returncode == 2
+    assert named in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+
+
+def test_an_address_is_served_once(serve: Serve, tmp_path: Path) -> None:
+    socket = str(tmp_path / "kvdepot.sock")
+    first = serve(uds=socket)
+    with pytest.raises(ConfigError, match="--listen"):
+        serve(listen=first.target)
+    with pytest.raises(ConfigError, match="--uds"):
+        serve(uds=socket)
+    first.open()
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="not a socket"):
+        serve(uds=str(tmp_path / "file"))
+
+
+def test_services_are_listed_and_described(serve: Serve) -> None:
+    served = serve()
+    stub = reflection_pb2_grpc.ServerReflectionStub(served.channel)
+    asked = [
+        reflection_pb2.ServerReflectionRequest(list_services=""),
+        reflection_pb2.ServerReflectionRequest(file_containing_symbol="kvdepot.v1.KVCacheService"),
+    ]
+    listed, described = stub.ServerReflectionInfo(iter(asked), timeout=20)
+    names = {service.name for service in listed.list_services_response.service}
+    assert {f"kvdepot.v1.KV{kind}Service" for kind in ("Cache", "Event", "Transfer", "Admin")} <= (
+        names
+    )
+    assert "grpc.health.v1.Health" in names
+    files = [
+        descriptor_pb2.FileDescriptorProto.FromString(raw).name
+        for raw in described.file_descriptor_response.file_descriptor_proto
+    ]
+    assert "kvdepot/v1/cache.proto" in files
+
+
+def test_health_knows_the_services(serve: Serve) -> None:
+    served = serve()
+    stub = health_pb2_grpc.HealthStub(served.channel)
+    for service in ("", "kvdepot.v1.KVCacheService"):
+        reply = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=20)
+        assert reply.status == health_pb2.HealthCheckResponse.SERVING
+    unknown = health_pb2.HealthCheckRequest(service="other")
+    refused(lambda: stub.Check(unknown, timeout=20), grpc.StatusCode.NOT_FOUND)
+    first = next(stub.Watch(unknown, timeout=20))
+    assert first.status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
