@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import signal
 import socket
 import stat
@@ -40,14 +41,20 @@ class Server:
         self.port = 0
         self.metrics_port: int | None = None
         depot_config = config.depot_config()
-        depot = Depot(depot_config)
+        # First of all, so that a pool that does not fit is refused at once.
         memory = None
         if not config.no_memory:
-            name = f"{os.getpid()}-{depot.epoch[:8]}"
+            name = f"{os.getpid()}-{secrets.token_hex(4)}"
             try:
                 memory = PoolMemory(depot_config, config.mapping_directory(), name=name)
             except OSError as error:
                 raise ConfigError(f"--mapping-dir: {error}") from None
+        try:
+            depot = Depot(depot_config)
+        except BaseException:
+            if memory is not None:
+                memory.close()
+            raise
         self.node = Node(
             depot,
             memory,

@@ -1,13 +1,11 @@
-"""A real server in a process of its own, and a wire that can be cut."""
+"""A real server in a process of its own."""
 
 from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 import pytest
 
 from kvclient import Client
+from wire import Wire
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 65
@@ -99,59 +98,6 @@ def client(server: ServerProcess) -> Iterator[Client]:
         assert made.stats().num_requests == 0
         with made.open_session("cleaner") as session:
             session.reset_prefix_cache()
-
-
-class Wire:
-    """A TCP relay to a server, which can lose replies and break connections."""
-
-    def __init__(self, target: str) -> None:
-        host, port = target.rsplit(":", 1)
-        self._server = (host, int(port))
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.target = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        self.losing = False
-        self._sockets: list[socket.socket] = []
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def cut(self) -> None:
-        """Breaks every connection; new ones work."""
-        sockets, self._sockets = self._sockets, []
-        self.losing = False
-        for end in sockets:
-            end.close() if end.fileno() < 0 else end.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Ends it."""
-        self._listener.close()
-        self.cut()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                near, _ = self._listener.accept()
-                far = socket.create_connection(self._server)
-            except OSError:
-                return
-            self._sockets += [near, far]
-            for source, sink, is_reply in ((near, far, False), (far, near, True)):
-                relay = threading.Thread(
-                    target=self._relay, args=(source, sink, is_reply), daemon=True
-                )
-                relay.start()
-
-    def _relay(self, source: socket.socket, sink: socket.socket, is_reply: bool) -> None:
-        try:
-            while data := source.recv(1 << 16):
-                if not (is_reply and self.losing):
-                    sink.sendall(data)
-        except OSError:
-            pass
-        finally:
-            for end in (source, sink):
-                try:
-                    end.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    continue
 
 
 @pytest.fixture

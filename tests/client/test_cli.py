@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from replay_tools import serving
 
 from kvclient.cli import main
 from kvclient.client import Client
 from kvclient.values import SlotRequest
+from replay_tools import serving
 
 PROMPT = list(range(40))
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from replay_tools import kvdepot, serving
 
 from kvclient.client import Client
 from kvclient.replay.trace import TRACE_BLOCK_SIZE, TraceRequest, generate_trace, read_trace
+from replay_tools import kvdepot, serving
 
 RPCS = {"AllocateSlots", "CacheBlocks", "Free", "GetComputedBlocks", "Step"}
 REAL_TRACE = Path(
@@ -73,19 +73,19 @@ def computed_output(request: TraceRequest) -> int:
 
 
 def test_two_schedulers_share_a_pool_under_pressure() -> None:
-    finished = kvdepot("replay", "--requests", "90", "--capacity-tokens", "20000", "--json")
+    finished = kvdepot("replay", "--requests", "60", "--capacity-tokens", "16000", "--json")
     assert finished.status == 0, finished.errors
     report = finished.json
     assert report["failures"] == []
-    assert report["requests"] == 90
+    assert report["requests"] == 60
     assert report["mirror_equal"] is True
     assert report["audit_violations"] == 0
     assert 0.1 < report["hit_rate_tokens"] < 0.9
     assert set(report["latency_ms"]) == RPCS
     expected = sum(
-        request.input_length + computed_output(request) for request in generate_trace(90)
+        request.input_length + computed_output(request) for request in generate_trace(60)
     )
-    assert report["query_tokens"] == sum(request.input_length for request in generate_trace(90))
+    assert report["query_tokens"] == sum(request.input_length for request in generate_trace(60))
     # What preemption threw away was computed or hit again.
     assert report["tokens_written"] + report["hit_tokens"] >= expected - 1
     for name in ("blocks_verified", "blocks_reread", "blocks_pulled", "events", "evictions"):

@@ -103,7 +103,8 @@ class _Maker:
 
     def _length(self) -> int:
         """A token count: often a whole number of blocks, or one beside it."""
-        block_size, rng = self.config["block_size"], self.rng
+        block_size: int = self.config["block_size"]
+        rng = self.rng
         if rng.random() < 0.5:
             return max(1, rng.randint(1, 8) * block_size + rng.choice((-1, 0, 0, 1)))
         return rng.randint(1, 8 * block_size)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvclient.replay.settings import ReplaySettings
 
 _CAPACITY_TOKENS = 3_000_000
+_WHOLE_BLOCK = 1 << 20  # a stride ends with its block anyway
 
 
 @click.command()
@@ -128,7 +129,7 @@ def replay(
         trace=trace,
         max_running=1 if one_by_one else max_running,
         decode=not no_decode,
-        decode_stride=decode_stride or (block_size if one_by_one else 1),
+        decode_stride=decode_stride or (_WHOLE_BLOCK if one_by_one else 1),
         with_bytes=not no_bytes,
         follow=not no_follow,
         **plain,

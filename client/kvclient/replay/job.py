@@ -33,6 +33,11 @@ class Job:
     preemptions: int = 0
 
     @property
+    def prefills_by_calls(self) -> bool:
+        """Whether its next tokens go by AllocateSlots; decode growth goes in Steps."""
+        return self.unary and self.num_computed < self.num_known
+
+    @property
     def request_id(self) -> str:
         """Its name at the server."""
         return self.request.request_id

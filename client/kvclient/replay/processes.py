@@ -6,6 +6,7 @@ event they share.
 
 from __future__ import annotations
 
+import signal
 import time
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -61,6 +62,7 @@ def scheduler_process(
     stop: Event,
 ) -> None:
     """One of ``settings.schedulers``: every so many-th request of the trace."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the replay stops its processes itself
     tally = Tally()
     try:
         requests = settings.load_trace()[number :: settings.schedulers]
@@ -125,6 +127,7 @@ def peer_process(
     connection: Connection[Any, Any], target: str, settings: ReplaySettings, stop: Event
 ) -> None:
     """Follows the events and pulls blocks, until told to stop; then compares its mirror."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     result = PeerResult()
     try:
         with Client(target) as client:

@@ -2,7 +2,8 @@
 
 It does as an engine's scheduler does, one Step a scheduler step: free what finished, grow
 what runs, admit what waits; a refusal to grow preempts the request admitted last. Every few
-requests go by the unary calls instead, so that those are exercised and timed as well.
+requests one is admitted, prefilled, confirmed and freed by unary calls instead, so that
+those are exercised and timed as well.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from kvclient.client import Session
+from kvclient.replay.calls import TimedCalls
 from kvclient.replay.job import Job, make_job
+from kvclient.replay.pipeline import Pipeline
 from kvclient.replay.settings import ReplaySettings
 from kvclient.replay.tally import Tally
 from kvclient.replay.trace import TRACE_BLOCK_SIZE, TraceRequest
-from kvclient.replay.worker import StepWork, Worker
+from kvclient.replay.worker import Worker
 from kvclient.values import (
+    BlockTables,
     Content,
     Free,
     FreeMode,
@@ -28,7 +32,6 @@ from kvclient.values import (
     SlotRequest,
     SlotResult,
     Step,
-    StepMark,
 )
 
 _ADMISSIONS_MAX = 16  # in one Step
@@ -51,9 +54,8 @@ class Scheduler:
         tally: Tally,
     ) -> None:
         self.running: list[Job] = []
-        self._session = session
-        self._stream = session.step_stream()
-        self._worker = worker
+        self._calls = TimedCalls(session, tally)
+        self._pipeline = Pipeline(worker, settings.steps_in_flight)
         self._requests = requests
         self._settings = settings
         self._tally = tally
@@ -63,9 +65,6 @@ class Scheduler:
         self._waiting: deque[Job] = deque()
         self._finished: list[Job] = []  # in the last step, by Steps
         self._finished_unary: list[Job] = []
-        self._queue: deque[StepWork] = deque()  # steps whose writes have not ended
-        self._work = StepWork()
-        self._mark = StepMark(0, 0)
 
     def run(self, on_step: Callable[[], bool]) -> None:
         """Everything, to the end; stops early once ``on_step`` answers False.
@@ -76,29 +75,25 @@ class Scheduler:
             if not on_step():
                 return
             self.step()
-        self._complete(0)
-        self._stream.close()
+        self._pipeline.drain()
+        self._calls.close()
 
     def step(self) -> None:
         """One scheduler step."""
-        settings = self._settings
-        number = self._mark.step + 1
-        self._complete(0 if self._finished_unary else settings.steps_in_flight - 1)
-        completed = self._queue[0].step - 1 if self._queue else number - 1
-        self._mark = StepMark(number, completed)
-        self._work = StepWork(number)
+        pipeline = self._pipeline
+        pipeline.begin_step(drained=bool(self._finished_unary))
         self._tally.steps += 1
         for job in self._finished_unary:
             self._end_unary(job)
         self._finished_unary.clear()
 
-        budget, refused = self._grow_and_admit(settings.token_budget)
-        budget = self._grow_unary(budget)
+        budget, refused = self._grow_and_admit(self._settings.token_budget)
+        budget = self._prefill_unary(budget)
         if not refused:
             self._admit_unary(budget)
         self._collect_finished()
-        self._queue.append(self._work)
-        if not (self._work.writes or self.running):
+        pipeline.end_step()
+        if not (pipeline.work.writes or self.running):
             # Others hold the pool: let them go on, and meet them in another order.
             time.sleep(_IDLE_SECONDS * (1 + self._rng.random()))
 
@@ -123,7 +118,7 @@ class Scheduler:
                 victim = self.running.pop()
                 plan = [item for item in plan if item[0] is not victim]
                 if victim.unary:
-                    self._free_unary(victim, FreeMode.PREEMPT)
+                    self._calls.free(victim.request_id, FreeMode.PREEMPT, self._pipeline.mark)
                 else:
                     frees = [(victim, FreeMode.PREEMPT)]
                 self._preempted(victim)
@@ -133,7 +128,7 @@ class Scheduler:
         """Job, tokens to compute and tokens new to the server, in order of admission."""
         plan = []
         for job in self.running:
-            if job.unary or budget <= 0:
+            if job.prefills_by_calls or budget <= 0:
                 continue
             count, appended = job.growth(budget, self._settings.decode_stride, self._block_size)
             plan.append((job, count, appended))
@@ -141,8 +136,13 @@ class Scheduler:
         return plan
 
     def _candidates(self, budget: int) -> list[Job]:
-        """Waiting jobs that the budget may reach, were nothing of them cached."""
+        """Waiting jobs that the budget may reach, were nothing of them cached.
+
+        None while one admitted before them still waits for its share of the budget.
+        """
         jobs: list[Job] = []
+        if any(job.prefills_by_calls for job in self.running):
+            return jobs
         room = min(self._settings.max_running - len(self.running), _ADMISSIONS_MAX)
         for job in self._waiting:
             if len(jobs) >= room or budget <= 0 or job.unary:
@@ -175,9 +175,7 @@ class Scheduler:
             grow=_grow_columns(plan),
             admissions=[self._admission(job, bool(self.running)) for job in admit],
         )
-        with self._tally.timed("Step"):
-            result = self._stream.call(step, mark=self._mark)
-        self._tally.operations += len(frees) + len(plan) + len(admit)
+        result = self._calls.step(step, self._pipeline.mark)
         if result.errors or any(outcome != Outcome.OK for outcome in result.free_outcomes):
             raise ReplayError(f"a Step broke a rule: {result.errors or result.free_outcomes!r}")
 
@@ -206,29 +204,25 @@ class Scheduler:
 
     # --- by unary calls ---------------------------------------------------------------
 
-    def _grow_unary(self, budget: int) -> int:
-        """Growth by AllocateSlots; a refused request is preempted itself."""
-        for job in [job for job in self.running if job.unary]:
+    def _prefill_unary(self, budget: int) -> int:
+        """Chunks by AllocateSlots; a refused request is preempted itself."""
+        mark = self._pipeline.mark
+        for job in [job for job in self.running if job.prefills_by_calls]:
             if budget <= 0:
                 break
-            count, appended = job.growth(budget, self._settings.decode_stride, self._block_size)
-            tokens = job.tokens_between(job.num_known, job.num_known + appended)
-            result = self._allocate(
+            result = self._calls.allocate_slots(
                 SlotRequest(
-                    job.request_id,
-                    Content(tokens, job.num_known) if appended else None,
-                    num_computed_tokens=job.num_computed,
-                    num_new_tokens=count,
-                )
+                    job.request_id, num_computed_tokens=job.num_computed, max_new_tokens=budget
+                ),
+                mark,
             )
             if result.outcome == Outcome.OK:
-                job.num_known += appended
-                self._computed(job, count, result.new_blocks[0] if result.new_blocks else [])
-                budget -= count
+                self._computed(job, result.num_new_tokens, _first_group(result.new_blocks))
+                budget -= result.num_new_tokens
             else:
                 self._tally.refusals += 1
                 self.running.remove(job)
-                self._free_unary(job, FreeMode.PREEMPT)
+                self._calls.free(job.request_id, FreeMode.PREEMPT, mark)
                 self._preempted(job)
         return budget
 
@@ -242,21 +236,19 @@ class Scheduler:
             or len(self.running) >= self._settings.max_running
         ):
             return
-        with self._tally.timed("GetComputedBlocks"):
-            hit = self._session.get_computed_blocks(
-                job.request_id, self._content(job), mark=self._mark
-            )
-        self._tally.operations += 1
+        mark = self._pipeline.mark
+        hit = self._calls.get_computed_blocks(job.request_id, self._content(job), mark)
         job.introduced = True
         claimed = hit.num_computed_tokens
         while True:
-            result = self._allocate(
+            result = self._calls.allocate_slots(
                 SlotRequest(
                     job.request_id,
                     num_new_computed_tokens=claimed,
                     max_new_tokens=budget,
                     has_scheduled_reqs=bool(self.running),
-                )
+                ),
+                mark,
             )
             if result.outcome != Outcome.HIT_CHANGED:
                 break
@@ -265,27 +257,12 @@ class Scheduler:
             claimed = result.num_new_computed_tokens
         self._admitted(job, result)
 
-    def _allocate(self, slots: SlotRequest) -> SlotResult:
-        with self._tally.timed("AllocateSlots"):
-            result = self._session.allocate_slots(slots, mark=self._mark)
-        self._tally.operations += 1
-        return result
-
     def _end_unary(self, job: Job) -> None:
         """Confirm what was written, all of it by now, and free."""
-        with self._tally.timed("CacheBlocks"):
-            known = self._session.cache_blocks(job.request_id, job.num_computed, mark=self._mark)
-        self._tally.operations += 1
-        if not known:
+        mark = self._pipeline.mark
+        if not self._calls.cache_blocks(job.request_id, job.num_computed, mark):
             raise ReplayError(f"{job.request_id} is unknown before it was freed")
-        self._free_unary(job, FreeMode.FINISH)
-
-    def _free_unary(self, job: Job, mode: FreeMode) -> None:
-        with self._tally.timed("Free"):
-            self._session.free(
-                job.request_id, mode, did_not_run=mode is FreeMode.PREEMPT, mark=self._mark
-            )
-        self._tally.operations += 1
+        self._calls.free(job.request_id, FreeMode.FINISH, mark)
 
     # --- both -------------------------------------------------------------------------
 
@@ -329,7 +306,6 @@ class Scheduler:
         self._waiting.remove(job)
         self.running.append(job)
         num_hit = answer.num_new_computed_tokens
-        hit_blocks = answer.hit_blocks[0] if answer.hit_blocks else []
         if job.preemptions:
             tally.preempted_query_tokens += job.num_known
             tally.preempted_hit_tokens += num_hit
@@ -339,20 +315,18 @@ class Scheduler:
             tally.trace_blocks += len(job.request.hash_ids)
             tally.hit_trace_blocks += num_hit // TRACE_BLOCK_SIZE
         job.handle = answer.handle
-        job.table = list(hit_blocks)
+        job.table = list(_first_group(answer.hit_blocks))
         job.num_computed = num_hit
         if num_hit:
-            self._work.hits.append(job.span(0, num_hit, self._block_size))
-        self._computed(
-            job, answer.num_new_tokens, answer.new_blocks[0] if answer.new_blocks else []
-        )
+            self._pipeline.work.hits.append(job.span(0, num_hit, self._block_size))
+        self._computed(job, answer.num_new_tokens, _first_group(answer.new_blocks))
         return True
 
     def _computed(self, job: Job, count: int, new_blocks: list[int]) -> None:
         """``count`` more tokens are computed in this step."""
         job.table.extend(new_blocks)
         start, stop = job.num_computed, job.num_computed + count
-        self._work.writes.append(job.span(start, stop, self._block_size))
+        self._pipeline.work.writes.append(job.span(start, stop, self._block_size))
         job.num_computed = stop
 
     def _preempted(self, job: Job) -> None:
@@ -369,16 +343,13 @@ class Scheduler:
             return
         self.running = [job for job in self.running if job.num_computed < job.num_final]
         for job in done:
-            self._work.finished.append(job.span(0, job.num_final, self._block_size))
+            self._pipeline.work.finished.append(job.span(0, job.num_final, self._block_size))
             (self._finished_unary if job.unary else self._finished).append(job)
         self._tally.requests += len(done)
 
-    def _complete(self, in_flight: int) -> None:
-        """Let the worker do all but the last ``in_flight`` steps."""
-        while len(self._queue) > in_flight:
-            if self._worker is not None:
-                self._worker.execute(self._queue[0])
-            self._queue.popleft()
+
+def _first_group(tables: BlockTables) -> list[int]:
+    return tables[0] if tables else []
 
 
 def _grow_columns(plan: list[tuple[Job, int, int]]) -> Grow:

@@ -33,10 +33,11 @@ class Tally:
     failures: list[str] = field(default_factory=list)
 
     @contextmanager
-    def timed(self, rpc: str) -> Iterator[None]:
-        """Times one call."""
+    def timed(self, rpc: str, num_operations: int = 1) -> Iterator[None]:
+        """Times and counts one call."""
         began = time.perf_counter()
         yield
+        self.operations += num_operations
         self.latencies.setdefault(rpc, array("d")).append(time.perf_counter() - began)
 
     def add(self, other: Tally) -> None:

@@ -6,7 +6,8 @@ steps run in order, as on a device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy.typing as npt
 from kvclient.pool import Pool
 from kvclient.replay.pattern import WORD_BYTES, Values, salts
 
-_TOKENS_AT_ONCE = 1 << 16  # bounds the temporary copies
+_TOKENS_AT_ONCE = 1 << 13  # bounds the temporary copies
 _WRONG_HIT = "a hit holds other bytes than its prefix demands"
 
 
@@ -63,7 +64,7 @@ class Worker:
         self.tokens_written = 0
         self.block_size = pool.block_size
         self._verify_sample = verify_sample
-        self._rng = np.random.default_rng(seed)
+        self._rng = random.Random(seed)
         layers = [pool.layer_bytes(name) for name in pool.layer_names]
         token_bytes = layers[0].shape[-1]
         if token_bytes % WORD_BYTES:
@@ -102,46 +103,90 @@ class Worker:
         return span, None
 
     def _write(self, spans: list[Span]) -> None:
-        if not spans:
+        single: list[Span] = []
+        for span in spans:
+            whole, parts = self._cut(span)
+            single += parts
+            for blocks, values in self._chunks(whole):
+                for layer, constants in zip(self._layers, self._salts, strict=True):
+                    layer[blocks] = values[:, None, :, None] ^ constants[:, None, :]
+            self.tokens_written += len(span.values)
+        if not single:
             return
-        places = [self._places(span) for span in spans]
-        blocks = np.concatenate([place[0] for place in places])
+        # The decoded tokens of all requests at once.
+        places = [self._places(span) for span in single]
+        index = np.concatenate([place[0] for place in places])
         offsets = np.concatenate([place[1] for place in places])
-        values = np.concatenate([span.values for span in spans])
-        for begin in range(0, len(values), _TOKENS_AT_ONCE):
-            part = slice(begin, begin + _TOKENS_AT_ONCE)
-            column = values[part, None]
-            for layer, constants in zip(self._layers, self._salts, strict=True):
-                for half in (0, 1):
-                    layer[blocks[part], half, offsets[part]] = column ^ constants[half]
-        self.tokens_written += len(values)
+        column = np.concatenate([span.values for span in single])[:, None]
+        for layer, constants in zip(self._layers, self._salts, strict=True):
+            for half in (0, 1):
+                layer[index, half, offsets] = column ^ constants[half]
 
     def _verify(self, span: Span, what: str) -> int:
         """Reads a sample of the span's blocks; answers how many."""
-        values = span.values
-        if not len(values):
-            return 0
-        blocks, offsets = self._places(span)
-        positions = np.arange(span.start, span.start + len(values))
-        first_block = span.start // self.block_size
-        read = len(span.block_ids)
-        if self._verify_sample < 1:
-            chosen = self._rng.random(read) < self._verify_sample
-            mask = chosen[positions // self.block_size - first_block]
-            blocks, offsets, positions = blocks[mask], offsets[mask], positions[mask]
-            values = values[mask]
-            read = int(chosen.sum())
-        for begin in range(0, len(values), _TOKENS_AT_ONCE):
-            part = slice(begin, begin + _TOKENS_AT_ONCE)
-            column = values[part, None]
-            for layer, constants in zip(self._layers, self._salts, strict=True):
-                for half in (0, 1):
-                    found = layer[blocks[part], half, offsets[part]] ^ constants[half]
-                    wrong = (found != column).any(axis=1)
+        read = 0
+        for piece in self._sampled(span):
+            whole, parts = self._cut(piece)
+            position = whole.start
+            for blocks, values in self._chunks(whole):
+                for layer, constants in zip(self._layers, self._salts, strict=True):
+                    found = layer[blocks] ^ constants[:, None, :]
+                    wrong = found != values[:, None, :, None]
                     if wrong.any():
-                        at = begin + int(wrong.argmax())
-                        raise WrongBytes(span.request_id, int(positions[at]), int(blocks[at]), what)
+                        at = int(wrong.any(axis=(1, 3)).argmax())
+                        block_id = int(blocks[at // self.block_size])
+                        raise WrongBytes(span.request_id, position + at, block_id, what)
+                position += values.size
+            for part in parts:
+                index, offsets = self._places(part)
+                for layer, constants in zip(self._layers, self._salts, strict=True):
+                    for half in (0, 1):
+                        found = layer[index, half, offsets] ^ constants[half]
+                        wrong = (found != part.values[:, None]).any(axis=1)
+                        if wrong.any():
+                            at = int(wrong.argmax())
+                            raise WrongBytes(span.request_id, part.start + at, int(index[at]), what)
+            read += len(piece.block_ids)
         return read
+
+    def _sampled(self, span: Span) -> Iterator[Span]:
+        """All of the span, or those of its blocks that the sample takes."""
+        if self._verify_sample >= 1:
+            yield span
+            return
+        size = self.block_size
+        first = span.start // size
+        for index, block_id in enumerate(span.block_ids):
+            if self._rng.random() < self._verify_sample:
+                start = max(span.start, (first + index) * size)
+                stop = (first + index + 1) * size
+                values = span.values[start - span.start : stop - span.start]
+                yield Span(span.request_id, start, values, [block_id])
+
+    def _cut(self, span: Span) -> tuple[Span, list[Span]]:
+        """The whole blocks of the span, and what sticks out before and behind them."""
+        size, start, stop = self.block_size, span.start, span.start + len(span.values)
+        head_stop = min(-(-start // size) * size, stop)
+        tail_start = max(stop // size * size, head_stop)
+        parts = [
+            Span(
+                span.request_id,
+                begin,
+                span.values[begin - start : end - start],
+                span.block_ids[begin // size - start // size :],
+            )
+            for begin, end in ((head_stop, tail_start), (start, head_stop), (tail_start, stop))
+        ]
+        return parts[0], [part for part in parts[1:] if len(part.values)]
+
+    def _chunks(self, whole: Span) -> Iterator[tuple[npt.NDArray[np.int64], Values]]:
+        """Block ids, and the values of their tokens in a row each; some at a time."""
+        size = self.block_size
+        count = max(1, _TOKENS_AT_ONCE // size)
+        values = whole.values.reshape(-1, size)
+        for begin in range(0, len(values), count):
+            rows = values[begin : begin + count]
+            yield np.asarray(whole.block_ids[begin : begin + len(rows)], np.int64), rows
 
     def _places(self, span: Span) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Block id and offset of each token of the span."""
