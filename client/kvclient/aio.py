@@ -28,6 +28,7 @@ from kvclient.errors import (
 )
 from kvclient.events import EventBatch
 from kvclient.sequence import Sequence as OpSequence
+from kvclient.sequence import unsettled
 from kvclient.values import (
     AuditReport,
     Content,
@@ -176,6 +177,8 @@ class Session:
 
     A call that raised Unavailable or DeadlineExceeded, or was cancelled, may or may not
     have been done; by the time of the next call (or of ``settle``) it has been, once.
+    If that next call cannot reach the server either, it is not begun, and raises
+    Unavailable with the reason UNSETTLED.
     """
 
     def __init__(self, client: Client, opened: Opened) -> None:
@@ -281,10 +284,10 @@ class Session:
     async def _settle(self, pending: Call[Any]) -> None:
         try:
             await self._exchange(pending, self.client._send)
-        except KVDepotError:
+        except KVDepotError as error:
             if self._sequence.pending is not None:
-                raise
-            # Its own error, which its caller was spared: it had no effect.
+                raise unsettled(error) from None
+            # Else its own error, which its caller was spared: it had no effect.
 
     async def _exchange(
         self, call: Call[Result], send: Callable[[Call[Any]], Awaitable[Any]]

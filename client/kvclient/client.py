@@ -15,6 +15,7 @@ from kvclient.channel import MAX_MESSAGE_BYTES, TIMEOUT_S, Stubs, channel_option
 from kvclient.errors import FailedPrecondition, KVDepotError, from_rpc_error
 from kvclient.events import EventBatch
 from kvclient.sequence import Sequence as OpSequence
+from kvclient.sequence import unsettled
 from kvclient.stream import StepStream
 from kvclient.values import (
     AuditReport,
@@ -161,7 +162,9 @@ class Session:
     """One scheduler's session. Calls from several threads take turns.
 
     A call that raised Unavailable or DeadlineExceeded may or may not have been done;
-    by the time of the next call (or of ``settle``) it has been, exactly once.
+    by the time of the next call (or of ``settle``) it has been, exactly once. If that
+    next call cannot reach the server either, it is not begun, and raises Unavailable
+    with the reason UNSETTLED.
     ``mark`` says which scheduler step a call belongs to and which have ended;
     left out, each call ends the step before it.
     """
@@ -265,10 +268,10 @@ class Session:
     def _settle(self, pending: Call[Any]) -> None:
         try:
             self._exchange(pending, self.client._send)
-        except KVDepotError:
+        except KVDepotError as error:
             if self._sequence.pending is not None:
-                raise
-            # Its own error, which its caller was spared: it had no effect.
+                raise unsettled(error) from None
+            # Else its own error, which its caller was spared: it had no effect.
 
     def _exchange(self, call: Call[Result], send: Callable[[Call[Any]], Any]) -> Result:
         while True:

@@ -67,3 +67,12 @@ class Sequence:
             op_seq=self._next,
             mark=call.mark,
         )
+
+
+def unsettled(error: KVDepotError) -> Unavailable:
+    """What a call raises that is not begun, as the one before it failed again with ``error``."""
+    return Unavailable(
+        f"not begun; the call before it is not settled: {error.message}",
+        reason="UNSETTLED",
+        retryable=True,
+    )

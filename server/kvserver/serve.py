@@ -15,12 +15,11 @@ from pathlib import Path
 
 import grpc
 import uvloop
-from grpc_reflection.v1alpha import reflection
 
 from kvcore.depot import Depot
 from kvcore.errors import KVDepotError
 from kvcore.memory import PoolMemory
-from kvserver import admin, cache, event, health, transfer
+from kvserver import admin, cache, event, health, reflect, transfer
 from kvserver.config import ConfigError, ServerConfig, parse, split_address
 from kvserver.metrics import DepotCollector, MetricsServer
 from kvserver.node import Node
@@ -92,8 +91,8 @@ class Server:
         for name, handlers in services.items():
             register(self._grpc, name, handlers)
         register(self._grpc, health.SERVICE, self._health.handlers())
-        names = (*services, health.SERVICE, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._grpc)
+        names = (*services, health.SERVICE, reflect.SERVICE)
+        register(self._grpc, reflect.SERVICE, reflect.handlers(names))
         host, port = split_address(config.listen, option="--listen")
         self.port = self._bind(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", "--listen")
         if config.uds:

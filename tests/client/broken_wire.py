@@ -33,14 +33,14 @@ async def story(target: str, wire: Wire) -> None:
         # An answer is lost with its connection: sent again, done once.
         wire.losing = True
         call = asyncio.create_task(stream.call(admit("b", 5)))
-        await until_live(near, 3)
+        await until_live(near, 2)
         wire.cut()
         assert len((await call).admissions[0].new_blocks[0]) == 1
 
         # A caller that gives up: the next call settles what it left.
         wire.losing = True
         call = asyncio.create_task(stream.call(admit("c", 6)))
-        await until_live(near, 4)
+        await until_live(near, 3)
         call.cancel()
         await asyncio.wait([call])
         assert call.cancelled()
@@ -49,6 +49,7 @@ async def story(target: str, wire: Wire) -> None:
 
         # An answer that is late.
         for late in (stream.call, session.step):
+            await session.free("z")
             wire.losing = True
             try:
                 await late(admit(f"d{late.__name__}", 4))

@@ -143,6 +143,13 @@ def test_wrong_bytes_are_caught_and_named(tmp_path: Path) -> None:
         assert kvdepot("audit", "--server", target).status == 0
 
 
+def test_the_demo_says_what_one_saw() -> None:
+    finished = kvdepot("demo", "--requests", "30")
+    assert finished.status == 0, finished.errors
+    for words in ("all right", "GetComputedBlocks", "30 chat turns", "it equals the server's"):
+        assert words in " ".join(finished.output.split())
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.skipif(not REAL_TRACE.exists(), reason="the real trace is not here")
@@ -167,7 +174,7 @@ def test_the_real_trace_hits_what_the_real_manager_hits() -> None:
 @pytest.mark.skipif(not REAL_TRACE.exists(), reason="the real trace is not here")
 def test_two_schedulers_on_the_real_trace() -> None:
     finished = kvdepot(
-        *("replay", str(REAL_TRACE), "--limit", "600", "--capacity-tokens", "600000", "--json"),
+        *("replay", str(REAL_TRACE), "--limit", "300", "--capacity-tokens", "600000", "--json"),
         timeout_seconds=800,
     )
     assert finished.status == 0, finished.errors

@@ -108,11 +108,14 @@ def test_a_call_that_is_late_is_settled_by_the_next(client: Client, wire: Any) -
             with pytest.raises(DeadlineExceeded) as caught:
                 late()
             assert caught.value.reason == "DEADLINE_EXCEEDED"
+            with pytest.raises(Unavailable) as not_begun:
+                session.allocate_slots(SlotRequest("n", Content([1]), lookup=True))
+            assert not_begun.value.reason == "UNSETTLED"
             wire.cut()
         settled = session.settle()
         assert len(settled.admissions[0].new_blocks[0]) == 1
         assert session.settle() is None
-        assert client.stats().blocks.live == 4
+        assert client.stats().blocks.live == 3
         assert session.close() == 3
 
 

@@ -45,6 +45,10 @@ class Stream:
         response: cache_pb2.StepResponse = next(self._call)
         return response
 
+    def abandon(self) -> None:
+        """Send nothing more, on a stream that has ended."""
+        self._requests.put(None)
+
     def close(self) -> None:
         """End it from this side."""
         self._requests.put(None)
@@ -155,3 +159,14 @@ def test_a_number_belongs_to_its_method(served: Served) -> None:
     scheduler = served.open()
     scheduler.free("nobody", op_seq=1)
     refused(lambda: scheduler.reset(op_seq=1), grpc.StatusCode.FAILED_PRECONDITION)
+
+
+def test_a_stop_ends_open_streams_after_what_was_asked(serve: Serve) -> None:
+    served = serve()
+    scheduler = served.open()
+    stream = Stream(served)
+    assert stream.call(admission(scheduler, "a", 1)).op_seq == 1
+    served.loop.run(served.server.stop())
+    detail = refused(lambda: stream.call(admission(scheduler, "b", 2)), grpc.StatusCode.UNAVAILABLE)
+    assert (detail.reason, detail.retryable) == ("DRAINING", True)
+    stream.abandon()

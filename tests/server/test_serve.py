@@ -185,6 +185,14 @@ def test_services_are_listed_and_described(serve: Serve) -> None:
     assert "kvdepot/v1/cache.proto" in files
 
 
+@pytest.mark.parametrize("raw", [b"", b"\xff\xff\xff"], ids=["empty", "malformed"])
+def test_reflection_answers_nonsense(serve: Serve, raw: bytes) -> None:
+    path = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+    (answer,) = serve().channel.stream_stream(path)(iter([raw]), timeout=20)
+    error = reflection_pb2.ServerReflectionResponse.FromString(answer).error_response
+    assert error.error_code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+
+
 def test_health_knows_the_services(serve: Serve) -> None:
     served = serve()
     stub = health_pb2_grpc.HealthStub(served.channel)

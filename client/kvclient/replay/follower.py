@@ -99,7 +99,7 @@ class Follower:
                 with self.lock:
                     reached = self.mirror.next_sequence
                     if reached == fresh.next_sequence:
-                        return _differences(self.mirror, fresh)
+                        return differences(self.mirror, fresh)
                 if reached is not None and reached > fresh.next_sequence:
                     break
                 time.sleep(0.005)
@@ -135,8 +135,9 @@ class Follower:
                 self.ready.set()
 
 
-def _differences(mirror: IndexMirror, fresh: IndexMirror) -> list[str]:
-    differences = []
+def differences(mirror: IndexMirror, fresh: IndexMirror) -> list[str]:
+    """How ``mirror`` differs from ``fresh``; empty: not at all."""
+    found = []
     for group in sorted(mirror.blocks.keys() | fresh.blocks.keys()):
         ours, theirs = mirror.hashes(group), fresh.hashes(group)
         for what, hashes in (
@@ -145,5 +146,5 @@ def _differences(mirror: IndexMirror, fresh: IndexMirror) -> list[str]:
         ):
             if hashes:
                 named = ", ".join(block_hash.hex() for block_hash in sorted(hashes)[:3])
-                differences.append(f"group {group}: {len(hashes)} blocks {what}: {named}")
-    return differences
+                found.append(f"group {group}: {len(hashes)} blocks {what}: {named}")
+    return found

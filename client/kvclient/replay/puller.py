@@ -9,7 +9,8 @@ from kvclient.replay.follower import Follower
 from kvclient.replay.pattern import WORD_BYTES, block_bytes, mix, salts
 from kvclient.values import BlockStatus, PoolDescription
 
-BLOCKS_A_ROUND = 64
+BLOCKS_A_ROUND_MAX = 64
+BYTES_A_ROUND = 1 << 20
 
 
 class Puller:
@@ -27,13 +28,15 @@ class Puller:
         group = pool.groups[0]
         token_bytes = group.page_size_bytes // (2 * group.block_size)
         assert token_bytes % WORD_BYTES == 0
+        block_nbytes = group.page_size_bytes * len(group.layer_names)
+        self._blocks_a_round = min(BLOCKS_A_ROUND_MAX, max(1, BYTES_A_ROUND // block_nbytes))
         self._salts = salts(len(group.layer_names), token_bytes)
 
     def pull(self) -> list[str]:
         """One round; answers the blocks whose bytes are wrong."""
         with self._follower.lock:
             known = self._follower.contents.sums
-            hashes = self._rng.sample(list(known), min(BLOCKS_A_ROUND, len(known)))
+            hashes = self._rng.sample(list(known), min(self._blocks_a_round, len(known)))
             expected = {block_hash: known[block_hash] for block_hash in hashes}
         if not hashes:
             return []

@@ -1,0 +1,78 @@
+"""What a follower knows of the index, and of the bytes behind it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvclient.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    EventBatch,
+    IndexMirror,
+)
+from kvclient.replay.follower import Contents, differences
+from kvclient.replay.pattern import prefix_sums
+
+TOKENS = np.arange(50, 62, dtype="<u4")
+SUMS = prefix_sums(TOKENS)
+
+
+def stored(first: int, count: int, parent: bytes | None = None) -> BlockStored:
+    """Blocks ``first`` to ``first + count`` of TOKENS, of 4 tokens each."""
+    return BlockStored(
+        block_hashes=tuple(bytes([index]) for index in range(first, first + count)),
+        parent_block_hash=parent,
+        token_ids=TOKENS[4 * first : 4 * (first + count)].tobytes(),
+        block_size=4,
+        lora_id=None,
+        lora_name=None,
+        extra_keys=(),
+        group=0,
+        spec_kind="full_attention",
+        medium="CPU",
+    )
+
+
+def batch(
+    first_sequence: int, *events: Event, snapshot: bool = False, end: bool = False
+) -> EventBatch:
+    return EventBatch("epoch", first_sequence, 0.0, events, snapshot, end)
+
+
+def test_a_snapshot_in_several_batches_is_one_index() -> None:
+    mirror = IndexMirror()
+    mirror.apply(batch(7, stored(0, 1), snapshot=True))
+    assert mirror.next_sequence is None
+    mirror.apply(batch(7, stored(1, 2, b"\0"), snapshot=True, end=True))
+    assert mirror.hashes() == {b"\0", b"\1", b"\2"}
+    mirror.apply(batch(7, BlockRemoved((b"\2",), 0, "CPU", "evicted")))
+    assert (mirror.hashes(), mirror.next_sequence) == ({b"\0", b"\1"}, 8)
+    # Another snapshot replaces all of it.
+    mirror.apply(batch(9, stored(0, 1), snapshot=True, end=True))
+    assert mirror.hashes() == {b"\0"}
+
+
+def test_differences_name_the_blocks() -> None:
+    ours, theirs = IndexMirror(), IndexMirror()
+    ours.apply_events([stored(0, 2)])
+    theirs.apply_events([stored(0, 1)])
+    assert differences(ours, ours) == []
+    assert differences(ours, theirs) == ["group 0: 1 blocks only in the mirror: 01"]
+    assert differences(theirs, ours) == ["group 0: 1 blocks missing in the mirror: 01"]
+
+
+def test_contents_follow_the_chain_through_separate_events() -> None:
+    contents = Contents()
+    contents.apply([stored(0, 1), stored(1, 2, b"\0")])
+    assert {key: list(value) for key, value in contents.sums.items()} == {
+        bytes([index]): list(SUMS[4 * index : 4 * index + 4]) for index in range(3)
+    }
+    # A child may come after its parent went.
+    contents.apply([BlockRemoved((b"\1", b"\2"), 0, "CPU", "evicted")])
+    assert set(contents.sums) == {b"\0"}
+    contents.apply([stored(2, 1, b"\1"), stored(2, 1, b"never seen")])
+    assert list(contents.sums[b"\2"]) == list(SUMS[8:])
+    contents.apply([AllBlocksCleared(1)])
+    assert contents.sums == {}
