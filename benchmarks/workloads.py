@@ -5,7 +5,6 @@ The managers have the same methods; what differs is in a Side.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from random import Random
 from time import thread_time
@@ -34,7 +33,7 @@ class Side(Protocol):
         """A function that hashes all blocks of ``tokens`` and answers their number."""
 
 
-class Workload(ABC):
+class Workload:
     """Made once; each burst is prepared, then its operations are timed one by one."""
 
     def __init__(self, side: Side, num_samples: int) -> None:
@@ -61,9 +60,9 @@ class Workload(ABC):
     def prepare(self) -> None:
         """Before a burst."""
 
-    @abstractmethod
     def operate(self, index: int) -> None:
         """What is timed."""
+        raise NotImplementedError
 
     def between(self) -> None:
         """After each operation."""

@@ -121,6 +121,8 @@ class Follower:
             self.ready.set()
 
     def _follow(self) -> None:
+        if self.mirror.next_sequence is None:  # at first, or cut off within the snapshot
+            self.mirror, self.contents = IndexMirror(), Contents()
         mirror = self.mirror
         if mirror.next_sequence is None:
             self._stream = self._client.stream_events(snapshot=True)
