@@ -8,7 +8,7 @@ from kvclient.cli.admin import audit, stat
 from kvclient.cli.pull import pull
 from kvclient.cli.replay import demo, replay
 from kvclient.cli.serve import serve
-from kvclient.errors import KVDepotError
+from kvclient.errors import KVDepotError, Unavailable
 
 
 class _Group(click.Group):
@@ -17,6 +17,13 @@ class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> object:
         try:
             return super().invoke(ctx)
+        except Unavailable as error:
+            if error.answered:
+                raise click.ClickException(f"{error.message} ({error.reason})") from error
+            raise click.ClickException(
+                "no kvdepot server answers there; start one with `kvdepot serve`, or name it "
+                f"with --server ({error.message})"
+            ) from error
         except KVDepotError as error:
             raise click.ClickException(f"{error.message} ({error.reason})") from error
 

@@ -58,13 +58,20 @@ def explanation(report: Report) -> str:
     lines = [
         f"{report.settings.schedulers} scheduler processes shared one KV-cache pool over gRPC and "
         f"served {tally.requests:,} chat turns.",
-        f"{hit:.0%} of the prompt tokens were in the cache already, much of that computed by "
-        "the other scheduler.",
+        f"{hit:.0%} of the prompt tokens were in the cache already, whichever scheduler had "
+        "computed them.",
         f"Every computed token wrote real bytes; {tally.blocks_verified:,} hit blocks were read "
         f"back, and {peer.blocks_pulled:,} more pulled by a peer process, "
         + ("each with the bytes of its own prefix." if report.ok else "not all of them right."),
-        f"The pool was too small on purpose: {report.stats.evictions:,} blocks were evicted and "
-        f"{tally.preemptions:,} requests preempted and admitted again.",
+        *(
+            [
+                "The pool was too small on purpose: "
+                f"{report.stats.evictions:,} blocks were evicted and "
+                f"{tally.preemptions:,} requests preempted and admitted again."
+            ]
+            if report.stats.evictions
+            else []
+        ),
         f"A follower rebuilt the index from {peer.events:,} events; it "
         + ("equals the server's." if report.mirror_equal else "DIFFERS from the server's."),
     ]
