@@ -62,8 +62,8 @@ proto: .venv/.installed
 	  --python_out=proto --pyi_out=proto --grpc_python_out=proto \
 	  $(sort $(wildcard proto/kvdepot/v1/*.proto))
 
-bench: .venv/.installed
-	@$(BIN)/python -m benchmarks
+bench: .venv/.installed $(ORACLE)/.ready
+	@$(BIN)/python -m benchmarks $(if $(JSON),--json benchmarks/results/$(shell date +%Y%m%d-%H%M%S).json)
 
 oracle: .venv/.installed $(ORACLE)/.ready
 	KVDEPOT_ORACLE_SEEDS=$(SEEDS) $(BIN)/python -m pytest tests/oracle -m oracle --timeout=0

@@ -13,7 +13,7 @@ from kvcore.block import FreeKVCacheBlockQueue, KVCacheBlock
 from kvcore.errors import InvalidArgument
 from kvcore.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from kvcore.prefix_index import PrefixIndex
-from kvcore.request import Request
+from kvcore.request import TOKEN_BYTES, Request
 from kvcore.residency import ResidencySampler
 from kvcore.spec import KVCacheConfig
 from kvcore.view import PoolView
@@ -191,14 +191,10 @@ class BlockPool:
             block.group = group
             index.insert(block_hash, block)
             new_blocks.append(block)
-            if self.publish_events:
-                block.content = (
-                    hashes[position - 1] if position else None,
-                    request.token_bytes(position * block_size, (position + 1) * block_size),
-                    request.extra_keys_of(position, block_size),
-                    request.lora_id,
-                    request.extra.lora_name,
-                )
+        if self.publish_events:
+            self._keep_content(
+                request, blocks, range(num_cached_blocks, num_full_blocks), block_size
+            )
         if self.enable_kv_cache_events:
             self._record_stored(request, num_cached_blocks, num_full_blocks, block_size, group)
         if view.step > view.completed_step:
@@ -210,7 +206,7 @@ class BlockPool:
     def confirm(self, block: KVCacheBlock) -> None:
         """The block's bytes are written: everybody may read it."""
         assert block.block_hash is not None
-        if self.publish_events and block.content is not None and not self._has_ready(block):
+        if block.content is not None and not self._has_ready(block):
             self._truth.append(self.stored_event(block))
         block.pending_view = None
 
@@ -301,16 +297,34 @@ class BlockPool:
         self.indexes[block.group].remove(block_hash, block)
         if self.enable_kv_cache_events:
             self._events.append(BlockRemoved([block_hash], block.group, MEDIUM))
-        if (
-            self.publish_events
-            and block.pending_view is None
-            and block.content is not None
-            and not self._has_ready(block)
-        ):
+        if block.pending_view is None and block.content is not None and not self._has_ready(block):
             self._truth.append(BlockRemoved([block_hash], block.group, MEDIUM))
         block.block_hash = None
         block.content = None
         block.pending_view = None
+
+    def _keep_content(
+        self,
+        request: Request,
+        blocks: Sequence[KVCacheBlock],
+        positions: range,
+        block_size: int,
+    ) -> None:
+        """Remember, for events, what the blocks at ``positions`` of a table hold."""
+        hashes = request.block_hashes
+        lora_id, lora_name = request.lora_id, request.extra.lora_name
+        block_bytes = block_size * TOKEN_BYTES
+        with memoryview(request.tokens) as tokens:
+            for position in positions:
+                if blocks[position].is_null:
+                    continue
+                blocks[position].content = (
+                    hashes[position - 1] if position else None,
+                    tokens[position * block_bytes : (position + 1) * block_bytes].tobytes(),
+                    request.extra_keys_of(position, block_size) if request.has_extra_keys else None,
+                    lora_id,
+                    lora_name,
+                )
 
     def _record_stored(
         self, request: Request, first: int, stop: int, block_size: int, group: int

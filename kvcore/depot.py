@@ -21,7 +21,7 @@ from kvcore.errors import (
     ResourceExhausted,
 )
 from kvcore.events import BlockStored, Event
-from kvcore.hashing import ExtraKeys, make_scheme
+from kvcore.hashing import make_scheme
 from kvcore.manager import KVCacheBlocks, KVCacheManager
 from kvcore.operation import (
     Content,
@@ -34,7 +34,7 @@ from kvcore.operation import (
     Step,
     StepResult,
 )
-from kvcore.request import Request, RequestStatus
+from kvcore.request import NO_EXTRA_KEYS, Request, RequestStatus
 from kvcore.residency import ResidencySampler
 from kvcore.session import REQUEST_ID_BYTES_MAX, Session, check_tokens
 from kvcore.spec import DepotConfig
@@ -42,7 +42,6 @@ from kvcore.step import apply_step
 
 HANDLE_MAX = (1 << 31) - 1
 HOLDERS_NAMED = 5
-NO_EXTRA_KEYS = ExtraKeys()
 
 
 @dataclass(frozen=True, slots=True)

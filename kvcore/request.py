@@ -8,6 +8,7 @@ from typing import Any
 from kvcore.hashing import ExtraKeys, HashChain
 
 TOKEN_BYTES = 4
+NO_EXTRA_KEYS = ExtraKeys()
 
 
 class RequestStatus(Enum):
@@ -28,6 +29,7 @@ class Request:
         "block_hashes",
         "extra",
         "handle",
+        "has_extra_keys",
         "hash_chain",
         "lora_id",
         "num_computed_tokens",
@@ -59,6 +61,7 @@ class Request:
         self.hash_chain = hash_chain
         self.block_hashes: list[bytes] = [] if hash_chain is None else hash_chain.hashes
         self.extra = extra
+        self.has_extra_keys = extra != NO_EXTRA_KEYS
         self.lora_id = lora_id
         self.num_prompt_tokens = num_prompt_tokens
         self.skip_reading_prefix_cache = skip_reading_prefix_cache

@@ -94,7 +94,11 @@ class PoolView:
                 # It may have lost its hash since, and gained another one later.
                 if block.pending_view is self and block.pending_step <= completed:
                     self.pool.confirm(block)
+        num_released = 0
         while held and held[0][0] <= completed:
             for block in held.popleft()[1]:
                 if block.held_by is self and block.held_step <= completed:
-                    self.release(block)
+                    block.held_by = None
+                    num_released += 1
+        self.num_held_blocks -= num_released
+        self.pool.num_held_blocks -= num_released
