@@ -37,6 +37,7 @@ def main() -> None:
     print(f"Median of {settings.num_pairs} interleaved pairs; {os.cpu_count()} cores.\n")
     print(table(measured))
     if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps([asdict(row) for row in measured], indent=1) + "\n")
 
 
