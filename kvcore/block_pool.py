@@ -285,7 +285,7 @@ class BlockPool:
         assert block.block_hash is not None
         entry = self.indexes[block.group].entries.get(block.block_hash)
         if entry is None or entry is block:
-            return False
+            return False  # the usual case, for which no iterator is made
         copies = self.indexes[block.group].copies(block.block_hash)
         return any(copy is not block and copy.pending_view is None for copy in copies)
 

@@ -165,7 +165,9 @@ class Publisher:
     def publish(self, events: Iterable[Event]) -> None:
         """Number ``events``, in order, and have them sent soon."""
         for event in events:
-            for part in _parts(event):
+            # One block an event, as the truth feed has it, cannot be cut further.
+            single = isinstance(event, AllBlocksCleared) or len(event.block_hashes) == 1
+            for part in (event,) if single else _parts(event):
                 self._pending.append(part)
                 self.published[_KINDS.get(type(part), "removed")] += 1
                 self.next_sequence += 1
