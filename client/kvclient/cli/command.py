@@ -22,7 +22,7 @@ class _Group(click.Group):
                 raise click.ClickException(f"{error.message} ({error.reason})") from error
             raise click.ClickException(
                 "no kvdepot server answers there; start one with `kvdepot serve`, or name it "
-                f"with --server ({error.message})"
+                f"with --server ({error.reason}: {error.message})"
             ) from error
         except KVDepotError as error:
             raise click.ClickException(f"{error.message} ({error.reason})") from error
