@@ -151,10 +151,6 @@ class Depot:
         self._past_lookups = self._lookups(session, self._past_lookups)
         return len(session.requests)
 
-    def begin(self, session: Session, step: int | None, completed_step: int | None) -> None:
-        """What every call of a session does first; see Session.begin."""
-        session.begin(step, completed_step)
-
     # --- operations -------------------------------------------------------------------
 
     def get_computed_blocks(
@@ -172,10 +168,15 @@ class Depot:
         request.remembered_hit_tokens = num_tokens
         return Hit(num_tokens, blocks.block_ids, request.handle)
 
-    def allocate_slots(self, session: Session, slots: SlotRequest) -> SlotResult:
-        """Slots for one request, with its hit; see operation.SlotRequest."""
+    def allocate_slots(
+        self, session: Session, slots: SlotRequest, budget: int | None = None
+    ) -> SlotResult:
+        """Slots for one request, with its hit; see operation.SlotRequest.
+
+        ``budget`` is what a Step leaves to schedule, in tokens.
+        """
         request = self._request(session, slots.request_id, slots.content)
-        return self._allocate(session, request, slots, budget=None)
+        return self._allocate(session, request, slots, budget)
 
     def cache_blocks(
         self, session: Session, request_id: str, content: Content | None, num_computed_tokens: int
@@ -264,11 +265,6 @@ class Depot:
     def step(self, session: Session, step: Step) -> StepResult:
         """All operations of one scheduler step, in order."""
         return apply_step(self, session, step)
-
-    def admit(self, session: Session, slots: SlotRequest, budget: int | None) -> SlotResult:
-        """As allocate_slots, within a Step's token budget."""
-        request = self._request(session, slots.request_id, slots.content)
-        return self._allocate(session, request, slots, budget)
 
     # --- what is here -----------------------------------------------------------------
 
@@ -359,8 +355,11 @@ class Depot:
                 f"a request id has 1 to {REQUEST_ID_BYTES_MAX} bytes", field="request_id"
             )
         if content is None or content.token_offset != 0:
-            session.request(request_id)
-        assert content is not None
+            raise NotFound(
+                f"request {request_id!r} is not known; introduce it with its tokens",
+                reason="UNKNOWN_REQUEST",
+                field="request_id",
+            )
         return self._introduce(session, request_id, content)
 
     @staticmethod
@@ -475,13 +474,9 @@ class Depot:
                 field="num_new_tokens",
             )
 
-        registered_from = self._num_cached_blocks(session, request) or claimed // (
-            self.config.block_size
-        )
-        before = request.num_computed_tokens
-        request.num_computed_tokens = slots.num_computed_tokens
-        new_blocks = manager.allocate_slots(
+        new_blocks = session.allocate(
             request,
+            slots.num_computed_tokens,
             num_new,
             claimed,
             hit,
@@ -493,7 +488,6 @@ class Depot:
             has_scheduled_reqs=slots.has_scheduled_reqs,
         )
         if new_blocks is None:
-            request.num_computed_tokens = before
             self.num_refusals += 1
             return SlotResult(
                 Outcome.NO_FIT,
@@ -503,8 +497,6 @@ class Depot:
             )
         request.num_computed_tokens = num_computed
         request.remembered_hit_tokens = 0
-        request.registered_from = registered_from
-        request.registered_step = session.view.step
         if not slots.delay_cache_blocks:
             # Until external bytes are here the request still waits, as in vLLM.
             request.status = RequestStatus.RUNNING
@@ -545,13 +537,6 @@ class Depot:
         if num_new < num_left and slots.new_tokens_alignment > 1:
             num_new -= num_new % slots.new_tokens_alignment
         return num_new if num_new > 0 or num_left == 0 else None
-
-    @staticmethod
-    def _num_cached_blocks(session: Session, request: Request) -> int:
-        return min(
-            manager.num_cached_blocks.get(request.request_id, 0)
-            for manager in session.manager.coordinator.managers
-        )
 
     def _table_from(
         self, session: Session, request: Request, num_tokens: int

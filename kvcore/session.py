@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvcore.block import KVCacheBlock
-from kvcore.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
-from kvcore.manager import KVCacheManager
+from kvcore.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
+from kvcore.manager import KVCacheBlocks, KVCacheManager
 from kvcore.request import TOKEN_BYTES, Request, RequestStatus
 from kvcore.spec import DepotConfig
 
@@ -73,16 +75,38 @@ class Session:
         del self.requests[request.request_id]
         del self.by_handle[request.handle]
 
-    def request(self, request_id: str) -> Request:
-        """The request of this id; NotFound."""
-        request = self.requests.get(request_id)
-        if request is None:
-            raise NotFound(
-                f"request {request_id!r} is not known; introduce it with its tokens",
-                reason="UNKNOWN_REQUEST",
-                field="request_id",
-            )
-        return request
+    def allocate(
+        self,
+        request: Request,
+        num_computed_tokens: int,
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        hit: KVCacheBlocks | None = None,
+        **options: Any,
+    ) -> KVCacheBlocks | None:
+        """The manager's allocate_slots, remembering what it registered.
+
+        ``options`` are the manager's. None leaves the request as it was.
+        """
+        request_id, block_size = request.request_id, self.config.block_size
+        registered_from = max(
+            num_new_computed_tokens // block_size,
+            min(
+                manager.num_cached_blocks.get(request_id, 0)
+                for manager in self.manager.coordinator.managers
+            ),
+        )
+        before = request.num_computed_tokens
+        request.num_computed_tokens = num_computed_tokens
+        new_blocks = self.manager.allocate_slots(
+            request, num_new_tokens, num_new_computed_tokens, hit, **options
+        )
+        if new_blocks is None:
+            request.num_computed_tokens = before
+        else:
+            request.registered_from = registered_from
+            request.registered_step = self.view.step
+        return new_blocks
 
     def num_slots(self, request: Request) -> int:
         """Token slots the request holds, in the group that holds the fewest."""
@@ -136,12 +160,10 @@ class Session:
             return
         for manager in self.manager.coordinator.managers:
             table = manager.req_to_blocks.get(request.request_id, [])
-            unwritten = {
-                block.block_id
-                for block in table[request.registered_from :]
-                if block.block_hash is not None
-            }
-            for block in table[request.registered_from :]:
+            # What CacheBlocks confirmed is written all the same.
+            last = table[max(request.registered_from, request.num_confirmed_blocks) :]
+            unwritten = {block.block_id for block in last if block.block_hash is not None}
+            for block in last:
                 self.manager.block_pool.forget(block)
             for other in manager.req_to_blocks.values() if unwritten else ():
                 behind = False

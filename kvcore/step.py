@@ -149,7 +149,7 @@ class _StepRun:
                 self.admissions.append(SlotResult(Outcome.NOT_ATTEMPTED))
             else:
                 try:
-                    result = self.depot.admit(self.session, slots, self.budget)
+                    result = self.depot.allocate_slots(self.session, slots, self.budget)
                 except KVDepotError as error:
                     result = SlotResult(self._invalid(error))
                 else:
@@ -162,8 +162,6 @@ class _StepRun:
     def _grow(self, count: int) -> None:
         session, manager = self.session, self.session.manager
         max_model_len = self.depot.config.max_model_len
-        view_step = session.view.step
-        groups = session.manager.coordinator.managers
         outcomes = self.grow_outcomes
         lookahead = self.step.grow.num_lookahead_tokens
         first = len(outcomes)
@@ -192,27 +190,19 @@ class _StepRun:
                             or num_computed > session.num_slots(request)
                         ):
                             raise _bad_growth(request.status, num_computed, num_new)
-                        registered_from = groups[0].num_cached_blocks.get(request.request_id, 0)
-                        before, request.num_computed_tokens = (
-                            request.num_computed_tokens,
-                            num_computed,
-                        )
-                        new_blocks = manager.allocate_slots(
-                            request, num_new, num_lookahead_tokens=lookahead
+                        new_blocks = session.allocate(
+                            request, num_computed, num_new, num_lookahead_tokens=lookahead
                         )
                     except KVDepotError as error:
                         outcome = self._invalid(error)
                     else:
                         if new_blocks is None:
                             outcome = Outcome.NO_FIT
-                            request.num_computed_tokens = before
                             self.depot.num_refusals += 1
                             if self.no_fit is None:
                                 self.no_fit = manager.last_refusal
                         else:
                             outcome = Outcome.OK
-                            request.registered_from = registered_from
-                            request.registered_step = view_step
                             self._spend(num_new)
                 if outcome is not Outcome.OK and outcome is not Outcome.UNKNOWN_HANDLE:
                     self._refuse()

@@ -85,8 +85,7 @@ class Node:
 
         def execute() -> bytes:
             try:
-                self.depot.begin(
-                    session,
+                session.begin(
                     context.step if context.HasField("step") else None,
                     context.completed_step if context.HasField("completed_step") else None,
                 )

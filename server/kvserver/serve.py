@@ -18,7 +18,7 @@ import uvloop
 
 from kvcore.depot import Depot
 from kvcore.errors import KVDepotError
-from kvcore.memory import PoolMemory
+from kvcore.memory import PoolMemory, remove_abandoned
 from kvserver import admin, cache, event, health, reflect, transfer
 from kvserver.config import ConfigError, ServerConfig, parse, split_address
 from kvserver.metrics import DepotCollector, MetricsServer
@@ -45,6 +45,8 @@ class Server:
         if not config.no_memory:
             name = f"{os.getpid()}-{secrets.token_hex(4)}"
             try:
+                for path in remove_abandoned(config.mapping_directory()):
+                    logger.info("removed %s, which a server that died had left", path)
                 memory = PoolMemory(depot_config, config.mapping_directory(), name=name)
             except OSError as error:
                 raise ConfigError(f"--mapping-dir: {error}") from None

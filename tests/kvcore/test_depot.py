@@ -26,7 +26,7 @@ def admit(
     depot: Depot, session: Session, request_id: str, tokens: range, step: int | None = None
 ) -> SlotResult:
     """Look up and allocate in one call of ``step``, with the one before completed."""
-    depot.begin(session, step, None if step is None else step - 1)
+    session.begin(step, None if step is None else step - 1)
     result = depot.allocate_slots(session, SlotRequest(request_id, content(tokens), lookup=True))
     assert depot.audit() == []
     return result
@@ -37,7 +37,7 @@ def test_hit_is_capped_and_shared() -> None:
     one, two = depot.open_session("one"), depot.open_session("two")
     assert admit(depot, one, "a", PROMPT).new_blocks == ([1, 2, 3, 4],)
     # The bytes of a's step are written once its session calls again.
-    depot.begin(one, None, None)
+    one.begin(None, None)
     result = admit(depot, two, "b", PROMPT)
     assert result.num_new_computed_tokens == 12
     assert result.hit_blocks == ([1, 2, 3],)
@@ -50,16 +50,16 @@ def test_scheduler_two_steps_ahead() -> None:
     depot = make_depot(20)
     ahead, other = depot.open_session("ahead"), depot.open_session("other")
     for step in (1, 2):
-        depot.begin(ahead, step, 0)
+        ahead.begin(step, 0)
         depot.allocate_slots(ahead, SlotRequest(f"r{step}", content(PROMPT), lookup=True))
     # Its own blocks are hits at once: r2 shares r1's.
     assert ahead.manager.get_block_ids("r2")[0][:3] == [1, 2, 3]
     assert depot.take_truth_events() == []
     assert admit(depot, other, "x", PROMPT).num_new_computed_tokens == 0
-    depot.begin(other, None, None)
+    other.begin(None, None)
     depot.free(other, "x", FreeMode.FINISH, did_not_run=True)
 
-    depot.begin(ahead, 3, 1)
+    ahead.begin(3, 1)
     stored = depot.take_truth_events()
     # x was said not to have run, so of its copies nothing is left.
     assert [type(event) for event in stored][-3:] == [BlockStored] * 3
@@ -69,9 +69,9 @@ def test_scheduler_two_steps_ahead() -> None:
 def test_released_blocks_wait_for_their_last_step() -> None:
     depot = make_depot(6)
     ahead, other = depot.open_session("ahead"), depot.open_session("other")
-    depot.begin(ahead, 1, 0)
+    ahead.begin(1, 0)
     depot.allocate_slots(ahead, SlotRequest("a", content(range(20)), lookup=True))
-    depot.begin(ahead, 2, 0)
+    ahead.begin(2, 0)
     depot.free(ahead, "a", FreeMode.FINISH, did_not_run=False)
     states = depot.pool.states()
     assert (states.live, states.quarantined, states.free) == (0, 5, 0)
@@ -80,7 +80,7 @@ def test_released_blocks_wait_for_their_last_step() -> None:
     assert refused.outcome is Outcome.NO_FIT
     assert refused.no_fit is not None
     assert refused.no_fit.free_blocks == 0
-    depot.begin(ahead, 2, 2)
+    ahead.begin(2, 2)
     assert admit(depot, other, "x", range(4)).outcome is Outcome.OK
 
 
@@ -88,11 +88,11 @@ def test_hit_changed_between_lookup_and_allocation() -> None:
     depot = make_depot(6)
     one, two = depot.open_session("one"), depot.open_session("two")
     admit(depot, one, "a", PROMPT)
-    depot.begin(one, None, None)
+    one.begin(None, None)
     depot.free(one, "a", FreeMode.FINISH, did_not_run=False)
-    depot.begin(one, None, None)
+    one.begin(None, None)
 
-    depot.begin(two, None, None)
+    two.begin(None, None)
     assert depot.get_computed_blocks(two, "b", content(PROMPT)).num_computed_tokens == 12
     # Another session takes blocks that were in the hit: a's tail goes first.
     assert admit(depot, one, "c", range(12)).outcome is Outcome.OK
@@ -103,9 +103,9 @@ def test_hit_changed_between_lookup_and_allocation() -> None:
     assert result.outcome is Outcome.HIT_CHANGED
     assert result.num_new_computed_tokens == 8
     assert depot.pool.states() == before
-    depot.begin(one, None, None)
+    one.begin(None, None)
     depot.free(one, "c", FreeMode.FINISH, did_not_run=False)
-    depot.begin(one, None, None)
+    one.begin(None, None)
     result = depot.allocate_slots(
         two, SlotRequest("b", num_new_tokens=1, num_new_computed_tokens=8)
     )
@@ -117,13 +117,13 @@ def test_hit_changed_between_lookup_and_allocation() -> None:
 def test_duplicate_content_is_told_once() -> None:
     depot = make_depot(20)
     session = depot.open_session("")
-    depot.begin(session, 1, 0)
+    session.begin(1, 0)
     # Both miss what is not registered yet when they look up: two copies of one content.
     depot.get_computed_blocks(session, "a", content(PROMPT))
     depot.get_computed_blocks(session, "b", content(PROMPT))
     for request_id in ("a", "b"):
         depot.allocate_slots(session, SlotRequest(request_id, num_new_tokens=13))
-    depot.begin(session, 2, 2)
+    session.begin(2, 2)
     assert len(depot.take_truth_events()) == 3
     depot.pool.evict_blocks([1, 2, 3])
     assert depot.take_truth_events() == []
@@ -139,12 +139,12 @@ def test_snapshot_has_parents_first() -> None:
     depot = make_depot(20)
     session = depot.open_session("")
     admit(depot, session, "a", range(40))
-    depot.begin(session, None, None)
+    session.begin(None, None)
     # The root is registered again, behind its children.
     depot.pool.evict_blocks([1])
     depot.free(session, "a", FreeMode.FINISH, did_not_run=False)
     admit(depot, session, "b", range(5))
-    depot.begin(session, None, None)
+    session.begin(None, None)
     seen: set[bytes] = set()
     for event in depot.snapshot():
         assert event.parent_block_hash is None or event.parent_block_hash in seen
@@ -155,21 +155,32 @@ def test_snapshot_has_parents_first() -> None:
 def test_freed_before_it_ran_leaves_no_hit() -> None:
     depot = make_depot(20)
     session = depot.open_session("")
-    depot.begin(session, 1, 0)
+    session.begin(1, 0)
     depot.allocate_slots(session, SlotRequest("a", content(PROMPT), lookup=True))
     # b builds on what a was to write.
     depot.allocate_slots(session, SlotRequest("b", content(range(100, 120)), lookup=True))
     depot.free(session, "a", FreeMode.FINISH, did_not_run=True)
     assert depot.audit() == []
-    depot.begin(session, 2, 1)
+    session.begin(2, 1)
     assert depot.take_truth_events() == []
     assert admit(depot, session, "c", PROMPT, step=3).num_new_computed_tokens == 0
+
+
+def test_what_was_confirmed_stays_a_hit() -> None:
+    depot = make_depot(20)
+    session = depot.open_session("")
+    session.begin(1, 0)
+    depot.allocate_slots(session, SlotRequest("a", content(PROMPT), lookup=True))
+    depot.cache_blocks(session, "a", None, 8)
+    depot.free(session, "a", FreeMode.FINISH, did_not_run=True)
+    assert len(depot.snapshot()) == 2
+    assert depot.audit() == []
 
 
 def test_cache_blocks_confirms_at_once() -> None:
     depot = make_depot(20)
     session, other = depot.open_session("one"), depot.open_session("two")
-    depot.begin(session, 5, 0)
+    session.begin(5, 0)
     depot.allocate_slots(
         session,
         SlotRequest(
@@ -188,7 +199,7 @@ def test_detached_blocks_come_back_in_order() -> None:
     depot = make_depot(20)
     session = depot.open_session("")
     admit(depot, session, "a", PROMPT)
-    depot.begin(session, None, None)
+    session.begin(None, None)
     freed = depot.free(session, "a", FreeMode.DETACH, did_not_run=False)
     assert depot.pool.states().live == 4
     # The id is free for another request meanwhile.
@@ -205,9 +216,9 @@ def test_preempted_request_comes_back() -> None:
     depot = make_depot(20)
     session = depot.open_session("")
     handle = admit(depot, session, "a", PROMPT).handle
-    depot.begin(session, None, None)
+    session.begin(None, None)
     depot.free(session, "a", FreeMode.PREEMPT, did_not_run=False)
-    depot.begin(session, None, None)
+    session.begin(None, None)
     result = depot.allocate_slots(session, SlotRequest("a", lookup=True))
     assert (result.handle, result.num_new_computed_tokens) == (handle, 12)
     stats = depot.stats()
@@ -221,7 +232,7 @@ def test_reset_names_the_holders() -> None:
     admit(depot, session, "a", PROMPT)
     with pytest.raises(FailedPrecondition, match=r"engine request a \(4 blocks\)"):
         depot.reset_prefix_cache()
-    depot.begin(session, None, None)
+    session.begin(None, None)
     depot.free(session, "a", FreeMode.FINISH, did_not_run=False)
     depot.take_truth_events()
     assert depot.reset_prefix_cache() == 1
@@ -248,7 +259,7 @@ def test_common_prefix_is_the_sessions_own() -> None:
     depot = make_depot(30)
     one, two = depot.open_session("one"), depot.open_session("two")
     admit(depot, one, "a", PROMPT)
-    depot.begin(one, None, None)
+    one.begin(None, None)
     admit(depot, one, "b", PROMPT)
     admit(depot, two, "x", PROMPT)
     assert one.manager.get_num_common_prefix_blocks("a") == [3]
@@ -262,7 +273,7 @@ def test_tokens_are_absolute() -> None:
     request = session.requests["a"]
 
     def write(tokens: range, offset: int) -> None:
-        depot.begin(session, None, None)
+        session.begin(None, None)
         depot.cache_blocks(session, "a", content(tokens, offset), 0)
         assert depot.audit() == []
 
@@ -290,7 +301,7 @@ def test_shared_block_is_not_rewritten() -> None:
     depot = make_depot(30)
     session = depot.open_session("")
     admit(depot, session, "a", PROMPT)
-    depot.begin(session, None, None)
+    session.begin(None, None)
     admit(depot, session, "b", PROMPT)
     with pytest.raises(FailedPrecondition, match="shares"):
         depot.cache_blocks(session, "a", content(range(4), 4), 0)
@@ -401,19 +412,19 @@ def _introduce(tokens: bytes, **fields: object) -> object:
             lambda depot, session: depot.return_blocks(session, 9), NotFound, "ticket", id="ticket"
         ),
         pytest.param(
-            lambda depot, session: depot.begin(session, 7, None),
+            lambda depot, session: session.begin(7, None),
             InvalidArgument,
             "context.completed_step",
             id="half-a-step",
         ),
         pytest.param(
-            lambda depot, session: depot.begin(session, 7, 8),
+            lambda depot, session: session.begin(7, 8),
             InvalidArgument,
             "context.completed_step",
             id="completed-beyond",
         ),
         pytest.param(
-            lambda depot, session: depot.begin(session, 0, 0),
+            lambda depot, session: session.begin(0, 0),
             InvalidArgument,
             "context.step",
             id="step-back",

@@ -43,7 +43,7 @@ def new(request_id: str, start: int, stop: int, **fields: object) -> SlotRequest
 
 
 def apply(depot: Depot, session: Session, step: Step) -> StepResult:
-    depot.begin(session, None, None)
+    session.begin(None, None)
     result = depot.step(session, step)
     assert depot.audit() == []
     return result

@@ -203,3 +203,13 @@ def test_health_knows_the_services(serve: Serve) -> None:
     refused(lambda: stub.Check(unknown, timeout=20), grpc.StatusCode.NOT_FOUND)
     first = next(stub.Watch(unknown, timeout=20))
     assert first.status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+
+
+def test_the_next_server_clears_what_a_killed_one_left(start: Start, tmp_path: Path) -> None:
+    killed = start()
+    (left,) = tmp_path.glob("*.pool")
+    killed.kill()
+    assert left.exists()
+    start()
+    (own,) = tmp_path.glob("*.pool")
+    assert own != left
