@@ -10,11 +10,12 @@ import secrets
 import uuid
 from dataclasses import dataclass
 
+from kvcore.admission import admit
 from kvcore.block import KVCacheBlock
 from kvcore.block_pool import BlockPool
 from kvcore.check import check
+from kvcore.content import find_request, write_tokens
 from kvcore.errors import (
-    AlreadyExists,
     FailedPrecondition,
     InvalidArgument,
     NotFound,
@@ -22,25 +23,23 @@ from kvcore.errors import (
 )
 from kvcore.events import BlockStored, Event
 from kvcore.hashing import make_scheme
-from kvcore.manager import KVCacheBlocks, KVCacheManager
+from kvcore.manager import KVCacheManager
 from kvcore.operation import (
     Content,
     FreeMode,
     FreeResult,
     Hit,
-    Outcome,
     SlotRequest,
     SlotResult,
     Step,
     StepResult,
 )
-from kvcore.request import NO_EXTRA_KEYS, Request, RequestStatus
+from kvcore.request import Request, RequestStatus
 from kvcore.residency import ResidencySampler
-from kvcore.session import REQUEST_ID_BYTES_MAX, Session, check_tokens
+from kvcore.session import Session
 from kvcore.spec import DepotConfig
 from kvcore.step import apply_step
 
-HANDLE_MAX = (1 << 31) - 1
 HOLDERS_NAMED = 5
 
 
@@ -87,7 +86,7 @@ class Depot:
         )
         self.sessions: dict[str, Session] = {}
         self.num_refusals = 0
-        self._last_handle = 0
+        self.last_handle = 0
         self._last_ticket = 0
         # Lookups of sessions that are closed: queries, hits, and both of preempted ones.
         self._past_lookups = [0, 0, 0, 0]
@@ -157,7 +156,7 @@ class Depot:
         self, session: Session, request_id: str, content: Content | None
     ) -> Hit:
         """Look up the longest cached prefix that the session may read."""
-        request = self._request(session, request_id, content)
+        request = find_request(self, session, request_id, content)
         if session.holds_blocks(request):
             raise InvalidArgument(
                 f"request {request_id!r} holds blocks already; only a waiting or preempted "
@@ -175,8 +174,8 @@ class Depot:
 
         ``budget`` is what a Step leaves to schedule, in tokens.
         """
-        request = self._request(session, slots.request_id, slots.content)
-        return self._allocate(session, request, slots, budget)
+        request = find_request(self, session, slots.request_id, slots.content)
+        return admit(self, session, request, slots, budget)
 
     def cache_blocks(
         self, session: Session, request_id: str, content: Content | None, num_computed_tokens: int
@@ -189,7 +188,7 @@ class Depot:
         if request is None:
             return False
         if content is not None:
-            session.write_tokens(request, content.token_offset, content.tokens)
+            write_tokens(session, request, content.token_offset, content.tokens)
         self.confirm_computed(session, request, num_computed_tokens)
         return True
 
@@ -334,216 +333,6 @@ class Depot:
         return check(self)
 
     # --- inside -----------------------------------------------------------------------
-
-    def _request(self, session: Session, request_id: str, content: Content | None) -> Request:
-        """The request, introduced or extended by ``content``."""
-        request = session.requests.get(request_id)
-        if request is not None:
-            if content is not None:
-                if content.extra is not None and content.extra != request.extra:
-                    raise AlreadyExists(
-                        f"request {request_id!r} is in use with other extra keys",
-                        reason="REQUEST_EXISTS",
-                        field="content.extra_keys",
-                    )
-                if content.token_offset == 0:
-                    self._check_same_start(request, content)
-                session.write_tokens(request, content.token_offset, content.tokens)
-            return request
-        if not request_id or len(request_id.encode()) > REQUEST_ID_BYTES_MAX:
-            raise InvalidArgument(
-                f"a request id has 1 to {REQUEST_ID_BYTES_MAX} bytes", field="request_id"
-            )
-        if content is None or content.token_offset != 0:
-            raise NotFound(
-                f"request {request_id!r} is not known; introduce it with its tokens",
-                reason="UNKNOWN_REQUEST",
-                field="request_id",
-            )
-        return self._introduce(session, request_id, content)
-
-    @staticmethod
-    def _check_same_start(request: Request, content: Content) -> None:
-        num_bytes = min(len(content.tokens), len(request.tokens))
-        with memoryview(request.tokens) as held:
-            if held[:num_bytes] != content.tokens[:num_bytes]:
-                raise AlreadyExists(
-                    f"request {request.request_id!r} is in use with other tokens; free it first",
-                    reason="REQUEST_EXISTS",
-                    field="content.tokens",
-                )
-
-    def _introduce(self, session: Session, request_id: str, content: Content) -> Request:
-        check_tokens(content.tokens)
-        if not content.tokens:
-            raise InvalidArgument("a request begins with a token", field="content.tokens")
-        num_prompt_tokens = content.num_prompt_tokens
-        if num_prompt_tokens is not None and not (
-            0 < num_prompt_tokens <= self.config.max_request_tokens
-        ):
-            raise InvalidArgument(
-                f"num_prompt_tokens {num_prompt_tokens} is not in "
-                f"1..{self.config.max_request_tokens}",
-                field="content.num_prompt_tokens",
-            )
-        if self._last_handle == HANDLE_MAX:
-            raise ResourceExhausted("no handles are left in this epoch", reason="NO_HANDLES")
-        extra = NO_EXTRA_KEYS if content.extra is None else content.extra
-        request = Request(
-            request_id,
-            hash_chain=(
-                self.scheme.chain(self.config.block_size, extra)
-                if self.config.enable_caching
-                else None
-            ),
-            extra=extra,
-            lora_id=content.lora_id,
-            num_prompt_tokens=num_prompt_tokens,
-            skip_reading_prefix_cache=content.skip_reading_prefix_cache,
-            handle=self._last_handle + 1,
-        )
-        session.write_tokens(request, 0, content.tokens)
-        session.add(request)
-        self._last_handle += 1
-        return request
-
-    def _allocate(
-        self, session: Session, request: Request, slots: SlotRequest, budget: int | None
-    ) -> SlotResult:
-        manager = session.manager
-        running = session.holds_blocks(request)
-        held_slots = session.num_slots(request) if running else 0
-        if slots.num_computed_tokens > min(held_slots, request.num_tokens):
-            raise InvalidArgument(
-                f"num_computed_tokens {slots.num_computed_tokens}: the request has "
-                f"{request.num_tokens} tokens and {held_slots} slots",
-                field="num_computed_tokens",
-            )
-        claimed = slots.num_new_computed_tokens
-        if running and (claimed or slots.lookup):
-            raise InvalidArgument(
-                "a request that holds blocks has no new hit",
-                field="lookup" if slots.lookup else "num_new_computed_tokens",
-            )
-
-        hit: KVCacheBlocks | None = None
-        if slots.lookup:
-            hit, claimed = manager.get_computed_blocks(request)
-        elif claimed:
-            if claimed > request.remembered_hit_tokens or claimed % self.config.block_size:
-                raise InvalidArgument(
-                    f"num_new_computed_tokens {claimed}: the last lookup answered "
-                    f"{request.remembered_hit_tokens}, and a hit is whole blocks",
-                    field="num_new_computed_tokens",
-                )
-            hit, num_found = manager.find_computed_blocks(request)
-            if num_found < claimed:
-                request.remembered_hit_tokens = num_found
-                return SlotResult(
-                    Outcome.HIT_CHANGED,
-                    num_new_computed_tokens=num_found,
-                    hit_blocks=hit.block_ids,
-                    handle=request.handle,
-                )
-            if num_found > claimed:
-                hit = KVCacheBlocks(
-                    tuple(group[: claimed // self.config.block_size] for group in hit.blocks)
-                )
-
-        num_external = slots.num_external_computed_tokens
-        if running and num_external:
-            raise InvalidArgument(
-                "external tokens are given when the request is admitted",
-                field="num_external_computed_tokens",
-            )
-        num_computed = slots.num_computed_tokens + claimed + num_external
-        if num_computed > request.num_tokens:
-            raise InvalidArgument(
-                f"{num_computed} tokens computed, of {request.num_tokens}",
-                field="num_external_computed_tokens",
-            )
-        num_new = self._num_new_tokens(request, slots, num_computed, budget)
-        if num_new is None:
-            return SlotResult(
-                Outcome.NO_BUDGET, num_new_computed_tokens=claimed, handle=request.handle
-            )
-        if num_computed + num_new > self.config.max_model_len:
-            raise InvalidArgument(
-                f"{num_computed} + {num_new} tokens exceed max_model_len "
-                f"{self.config.max_model_len}",
-                field="num_new_tokens",
-            )
-
-        new_blocks = session.allocate(
-            request,
-            slots.num_computed_tokens,
-            num_new,
-            claimed,
-            hit,
-            num_lookahead_tokens=slots.num_lookahead_tokens,
-            num_external_computed_tokens=num_external,
-            delay_cache_blocks=slots.delay_cache_blocks,
-            full_sequence_must_fit=slots.full_sequence_must_fit,
-            reserved_blocks=slots.reserved_blocks,
-            has_scheduled_reqs=slots.has_scheduled_reqs,
-        )
-        if new_blocks is None:
-            self.num_refusals += 1
-            return SlotResult(
-                Outcome.NO_FIT,
-                num_new_computed_tokens=claimed,
-                handle=request.handle,
-                no_fit=manager.last_refusal,
-            )
-        request.num_computed_tokens = num_computed
-        request.remembered_hit_tokens = 0
-        if not slots.delay_cache_blocks:
-            # Until external bytes are here the request still waits, as in vLLM.
-            request.status = RequestStatus.RUNNING
-        return SlotResult(
-            Outcome.OK,
-            num_new_computed_tokens=claimed,
-            num_new_tokens=num_new,
-            hit_blocks=manager.empty_kv_cache_blocks.block_ids if hit is None else hit.block_ids,
-            # Of external tokens too: all that is new in the table.
-            new_blocks=(
-                self._table_from(session, request, claimed)
-                if num_external
-                else new_blocks.block_ids
-            ),
-            handle=request.handle,
-        )
-
-    @staticmethod
-    def _num_new_tokens(
-        request: Request, slots: SlotRequest, num_computed: int, budget: int | None
-    ) -> int | None:
-        """The tokens to compute; None if the budget leaves none."""
-        if slots.num_new_tokens is not None:
-            if slots.num_new_tokens == 0 and slots.num_external_computed_tokens == 0:
-                raise InvalidArgument(
-                    "num_new_tokens must be greater than 0 without external tokens",
-                    field="num_new_tokens",
-                )
-            fits = budget is None or slots.num_new_tokens <= budget
-            return slots.num_new_tokens if fits else None
-        num_left = request.num_tokens - num_computed
-        if num_left == 0 and slots.num_external_computed_tokens == 0:
-            raise InvalidArgument("every token is computed already", field="num_computed_tokens")
-        num_new = num_left
-        for limit in (slots.max_new_tokens, budget):
-            if limit is not None:
-                num_new = min(num_new, limit)
-        if num_new < num_left and slots.new_tokens_alignment > 1:
-            num_new -= num_new % slots.new_tokens_alignment
-        return num_new if num_new > 0 or num_left == 0 else None
-
-    def _table_from(
-        self, session: Session, request: Request, num_tokens: int
-    ) -> tuple[list[int], ...]:
-        first = num_tokens // self.config.block_size
-        tables = session.manager.get_block_ids(request.request_id)
-        return tuple([table[first:] for table in tables])
 
     def _holders(self) -> str:
         holders = [

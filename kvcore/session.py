@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from kvcore.block import KVCacheBlock
-from kvcore.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
+from kvcore.errors import InvalidArgument, ResourceExhausted
 from kvcore.manager import KVCacheBlocks, KVCacheManager
-from kvcore.request import TOKEN_BYTES, Request, RequestStatus
+from kvcore.request import Request, RequestStatus
 from kvcore.spec import DepotConfig
-
-REQUEST_ID_BYTES_MAX = 1024
 
 
 class Session:
@@ -118,39 +116,6 @@ class Session:
             default=0,
         )
 
-    def write_tokens(self, request: Request, offset: int, tokens: bytes) -> None:
-        """Put ``tokens`` at ``offset``; what the request held beyond their end is cut off.
-
-        Tokens that are there already are left alone, so that a repeat changes nothing.
-        """
-        check_tokens(tokens)
-        end = offset + len(tokens) // TOKEN_BYTES
-        if end > self.config.max_request_tokens:
-            raise ResourceExhausted(
-                f"a request holds at most {self.config.max_request_tokens} tokens, not {end}",
-                reason="REQUEST_TOO_LONG",
-                field="content.tokens",
-            )
-        if offset > request.num_tokens:
-            raise InvalidArgument(
-                f"token_offset {offset} is beyond the {request.num_tokens} tokens held",
-                field="content.token_offset",
-            )
-        if offset == request.num_tokens:
-            if tokens:
-                request.append(tokens)
-            return
-        held = memoryview(request.tokens)[offset * TOKEN_BYTES : end * TOKEN_BYTES]
-        if held == tokens[: len(held)]:
-            kept = min(end, request.num_tokens)
-        else:
-            kept = offset + _num_common_tokens(bytes(held), tokens)
-        held.release()
-        if kept < request.num_tokens:
-            self._truncate(request, kept)
-        if kept < end:
-            request.append(tokens[(kept - offset) * TOKEN_BYTES :])
-
     def forget_unwritten(self, request: Request) -> None:
         """The request did not run: what its last allocation registered holds no bytes.
 
@@ -183,55 +148,9 @@ class Session:
                     self.manager.block_pool.confirm(block)
         request.num_confirmed_blocks = max(request.num_confirmed_blocks, confirmed)
 
-    def _truncate(self, request: Request, num_tokens: int) -> None:
-        managers = self.manager.coordinator.managers
-        for manager in managers:
-            table = manager.req_to_blocks.get(request.request_id, [])
-            for block in table[num_tokens // manager.block_size :]:
-                if block.block_hash is not None and block.ref_cnt > 1:
-                    raise FailedPrecondition(
-                        f"tokens from {num_tokens} on lie in block {block.block_id}, which "
-                        "another request shares; free the request and introduce it again",
-                        reason="SHARED_BLOCK",
-                        field="content.token_offset",
-                    )
-        for manager in managers:
-            table = manager.req_to_blocks.get(request.request_id, [])
-            first = num_tokens // manager.block_size
-            for block in table[first:]:
-                self.manager.block_pool.forget(block)
-            cached = manager.num_cached_blocks
-            if cached.get(request.request_id, 0) > first:
-                cached[request.request_id] = first
-            request.num_confirmed_blocks = min(request.num_confirmed_blocks, first)
-        request.truncate(num_tokens)
-        request.num_computed_tokens = min(request.num_computed_tokens, num_tokens)
-        request.remembered_hit_tokens = 0
-
     def holds_blocks(self, request: Request) -> bool:
         """Whether the request has a table."""
         return request.status is RequestStatus.RUNNING or any(
             request.request_id in manager.req_to_blocks
             for manager in self.manager.coordinator.managers
         )
-
-
-def check_tokens(tokens: bytes) -> None:
-    """InvalidArgument unless ``tokens`` are whole little-endian uint32."""
-    if len(tokens) % TOKEN_BYTES:
-        raise InvalidArgument(
-            f"tokens are little-endian uint32 each, so {len(tokens)} bytes are not a whole number",
-            field="content.tokens",
-        )
-
-
-def _num_common_tokens(left: bytes, right: bytes) -> int:
-    """Leading tokens that are equal, by bisection over equal prefixes."""
-    low, high = 0, min(len(left), len(right)) // TOKEN_BYTES
-    while low < high:
-        middle = (low + high + 1) // 2
-        if left[: middle * TOKEN_BYTES] == right[: middle * TOKEN_BYTES]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -6,6 +6,7 @@ import struct
 from array import array
 from typing import TYPE_CHECKING
 
+from kvcore.content import write_tokens
 from kvcore.errors import InvalidArgument, KVDepotError
 from kvcore.operation import (
     FreeMode,
@@ -181,7 +182,7 @@ class _StepRun:
                 else:
                     try:
                         if tokens:
-                            session.write_tokens(request, self._offset(position), tokens)
+                            write_tokens(session, request, self._offset(position), tokens)
                         if (
                             num_new <= 0
                             or not 0 <= num_computed <= request.num_tokens
