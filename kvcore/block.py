@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvcore.feed import StoredRun
     from kvcore.view import PoolView
-
-BlockContent = tuple[bytes | None, bytes, "tuple[Any, ...] | None", int | None, str | None]
-"""Parent hash, token ids (little-endian uint32), extra keys, LoRA id, LoRA name."""
 
 
 class KVCacheBlock:
@@ -19,6 +17,7 @@ class KVCacheBlock:
         "block_hash",
         "block_id",
         "content",
+        "content_position",
         "group",
         "held_by",
         "held_step",
@@ -43,8 +42,9 @@ class KVCacheBlock:
         # Set while the block is free but other views must not take it yet.
         self.held_by: PoolView | None = None
         self.held_step = 0
-        # What events say of the block; None unless events are published.
-        self.content: BlockContent | None = None
+        # What events say of the block, and where in it; None unless events are published.
+        self.content: StoredRun | None = None
+        self.content_position = 0
         # Links of the free queue; both None while the block is not in it.
         self.prev_free: KVCacheBlock | None = None
         self.next_free: KVCacheBlock | None = None

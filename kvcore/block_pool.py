@@ -11,15 +11,13 @@ from typing import NamedTuple
 
 from kvcore.block import FreeKVCacheBlockQueue, KVCacheBlock
 from kvcore.errors import InvalidArgument
-from kvcore.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
+from kvcore.events import MEDIUM, AllBlocksCleared, BlockRemoved, BlockStored, Event
+from kvcore.feed import RUN_BLOCKS_MAX, Entry, RemovedBlocks, StoredBlocks, StoredRun, events_of
 from kvcore.prefix_index import PrefixIndex
-from kvcore.request import TOKEN_BYTES, Request
+from kvcore.request import Request
 from kvcore.residency import ResidencySampler
 from kvcore.spec import KVCacheConfig
 from kvcore.view import PoolView
-
-# vLLM's name for the pool's own memory, whatever the device.
-MEDIUM = "GPU"
 
 
 class BlockStates(NamedTuple):
@@ -35,8 +33,8 @@ class BlockPool:
     """All blocks, the free queue, and one prefix index a KV cache group.
 
     ``enable_kv_cache_events`` records vLLM's feed (``take_events``);
-    ``publish_events`` the truth feed (``take_truth_events``): content as it becomes
-    readable for everybody, and as its last readable copy goes.
+    ``publish_events`` the truth feed (``take_feed``): content as it becomes readable
+    for everybody, and as its last readable copy goes.
     """
 
     def __init__(
@@ -65,7 +63,7 @@ class BlockPool:
         self.num_cached_blocks = 0
         self.num_evictions = 0
         self._events: list[Event] = []
-        self._truth: list[Event] = []
+        self._feed: list[Entry] = []
 
     def open_view(self) -> PoolView:
         """What one more session sees of this pool."""
@@ -192,23 +190,41 @@ class BlockPool:
             index.insert(block_hash, block)
             new_blocks.append(block)
         if self.publish_events:
-            self._keep_content(
-                request, blocks, range(num_cached_blocks, num_full_blocks), block_size
-            )
+            for first in range(num_cached_blocks, num_full_blocks, RUN_BLOCKS_MAX):
+                stop = min(first + RUN_BLOCKS_MAX, num_full_blocks)
+                run = self._stored_run(request, first, stop, block_size, group)
+                for position, block in enumerate(blocks[first:stop]):
+                    if not block.is_null:
+                        block.content = run
+                        block.content_position = position
         if self.enable_kv_cache_events:
             self._record_stored(request, num_cached_blocks, num_full_blocks, block_size, group)
         if view.step > view.completed_step:
             view.add_pending(new_blocks)
         else:
-            for block in new_blocks:
-                self.confirm(block)
+            self.confirm(new_blocks)
 
-    def confirm(self, block: KVCacheBlock) -> None:
-        """The block's bytes are written: everybody may read it."""
-        assert block.block_hash is not None
-        if block.content is not None and not self._has_ready(block):
-            self._truth.append(self.stored_event(block))
-        block.pending_view = None
+    def confirm(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """The blocks' bytes are written: everybody may read them."""
+        indexes = self.indexes
+        run, start, stop = None, 0, 0
+        for block in blocks:
+            content = block.content
+            if content is not None:
+                block_hash = block.block_hash
+                assert block_hash is not None
+                # Being the first copy is the usual case, which costs no call.
+                is_first = indexes[block.group].entries.get(block_hash) is block
+                if is_first or not self._has_ready(block):
+                    position = block.content_position
+                    if content is not run or position != stop:
+                        if run is not None:
+                            self._feed.append(StoredBlocks(run, start, stop))
+                        run, start = content, position
+                    stop = position + 1
+            block.pending_view = None
+        if run is not None:
+            self._feed.append(StoredBlocks(run, start, stop))
 
     def forget(self, block: KVCacheBlock) -> None:
         """Make a block no hit any more; whoever references it keeps it."""
@@ -246,7 +262,7 @@ class BlockPool:
         if self.enable_kv_cache_events:
             self._events.append(AllBlocksCleared(generation))
         if self.publish_events:
-            self._truth.append(AllBlocksCleared(generation))
+            self._feed.append(AllBlocksCleared(generation))
         return True
 
     def take_events(self) -> list[Event]:
@@ -254,31 +270,16 @@ class BlockPool:
         events, self._events = self._events, []
         return events
 
-    def take_truth_events(self) -> list[Event]:
+    def take_feed(self) -> list[Entry]:
         """The truth feed since the last call."""
-        if not self._truth:
+        if not self._feed:
             return []
-        events, self._truth = self._truth, []
-        return events
+        entries, self._feed = self._feed, []
+        return entries
 
-    def stored_event(self, block: KVCacheBlock) -> BlockStored:
-        """What the truth feed says when ``block`` becomes the first readable copy."""
-        assert block.content is not None
-        assert block.block_hash is not None
-        parent_hash, tokens, extra_keys, lora_id, lora_name = block.content
-        spec = self.config.groups[block.group].spec
-        return BlockStored(
-            block_hashes=[block.block_hash],
-            parent_block_hash=parent_hash,
-            token_ids=tokens,
-            block_size=spec.block_size,
-            lora_id=lora_id,
-            lora_name=lora_name,
-            extra_keys=[extra_keys],
-            group=block.group,
-            spec_kind=spec.kind,
-            medium=MEDIUM,
-        )
+    def take_truth_events(self) -> list[Event]:
+        """As take_feed, an event a block."""
+        return list(events_of(self.take_feed()))
 
     def _has_ready(self, block: KVCacheBlock) -> bool:
         """Whether another copy of the block's content is readable for everybody."""
@@ -298,33 +299,37 @@ class BlockPool:
         if self.enable_kv_cache_events:
             self._events.append(BlockRemoved([block_hash], block.group, MEDIUM))
         if block.pending_view is None and block.content is not None and not self._has_ready(block):
-            self._truth.append(BlockRemoved([block_hash], block.group, MEDIUM))
+            self._record_removed(block_hash, block.group, "evicted")
         block.block_hash = None
         block.content = None
         block.pending_view = None
 
-    def _keep_content(
-        self,
-        request: Request,
-        blocks: Sequence[KVCacheBlock],
-        positions: range,
-        block_size: int,
-    ) -> None:
-        """Remember, for events, what the blocks at ``positions`` of a table hold."""
+    def _record_removed(self, block_hash: bytes, group: int, reason: str) -> None:
+        last = self._feed[-1] if self._feed else None
+        if isinstance(last, RemovedBlocks) and last.group == group and last.reason == reason:
+            last.hashes.append(block_hash)
+        else:
+            self._feed.append(RemovedBlocks([block_hash], group, reason))
+
+    def _stored_run(
+        self, request: Request, first: int, stop: int, block_size: int, group: int
+    ) -> StoredRun:
         hashes = request.block_hashes
-        lora_id, lora_name = request.lora_id, request.extra.lora_name
-        block_bytes = block_size * TOKEN_BYTES
-        with memoryview(request.tokens) as tokens:
-            for position in positions:
-                if blocks[position].is_null:
-                    continue
-                blocks[position].content = (
-                    hashes[position - 1] if position else None,
-                    tokens[position * block_bytes : (position + 1) * block_bytes].tobytes(),
-                    request.extra_keys_of(position, block_size) if request.has_extra_keys else None,
-                    lora_id,
-                    lora_name,
-                )
+        return StoredRun(
+            parent_hash=hashes[first - 1] if first else None,
+            hashes=hashes[first:stop],
+            tokens=request.token_bytes(first * block_size, stop * block_size),
+            block_size=block_size,
+            extra_keys=(
+                [request.extra_keys_of(position, block_size) for position in range(first, stop)]
+                if request.has_extra_keys
+                else None
+            ),
+            lora_id=request.lora_id,
+            lora_name=request.extra.lora_name,
+            group=group,
+            spec_kind=self.config.groups[group].spec.kind,
+        )
 
     def _record_stored(
         self, request: Request, first: int, stop: int, block_size: int, group: int

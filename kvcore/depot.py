@@ -22,6 +22,7 @@ from kvcore.errors import (
     ResourceExhausted,
 )
 from kvcore.events import BlockStored, Event
+from kvcore.feed import Entry
 from kvcore.hashing import make_scheme
 from kvcore.manager import KVCacheManager
 from kvcore.operation import (
@@ -267,8 +268,12 @@ class Depot:
 
     # --- what is here -----------------------------------------------------------------
 
-    def take_truth_events(self) -> list[Event]:
+    def take_feed(self) -> list[Entry]:
         """Content that everybody can read now, or no longer, since the last call."""
+        return self.pool.take_feed()
+
+    def take_truth_events(self) -> list[Event]:
+        """As take_feed, an event a block."""
         return self.pool.take_truth_events()
 
     def snapshot(self) -> list[BlockStored]:
@@ -283,16 +288,17 @@ class Depot:
         events: list[BlockStored] = []
         emitted: set[tuple[int, bytes]] = set()
         for key in ready:
-            chain: list[KVCacheBlock] = []
+            chain: list[BlockStored] = []
             at: tuple[int, bytes] | None = key
             while at is not None and at in ready and at not in emitted:
                 emitted.add(at)
                 block = ready[at]
-                chain.append(block)
                 assert block.content is not None
-                parent = block.content[0]
+                event = block.content.event(block.content_position)
+                chain.append(event)
+                parent = event.parent_block_hash
                 at = None if parent is None else (block.group, parent)
-            events.extend(self.pool.stored_event(block) for block in reversed(chain))
+            events.extend(reversed(chain))
         return events
 
     def locate(self, block_hash: bytes, group: int) -> tuple[str, int]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+# vLLM's name for the pool's own memory, whatever the device.
+MEDIUM = "GPU"
+
 
 @dataclass(slots=True)
 class BlockStored:

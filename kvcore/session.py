@@ -143,9 +143,10 @@ class Session:
         for manager in self.manager.coordinator.managers:
             table = manager.req_to_blocks.get(request.request_id, [])
             confirmed = num_tokens // manager.block_size
-            for block in table[request.num_confirmed_blocks : confirmed]:
-                if block.pending_view is not None:
-                    self.manager.block_pool.confirm(block)
+            written = table[request.num_confirmed_blocks : confirmed]
+            self.manager.block_pool.confirm(
+                [block for block in written if block.pending_view is not None]
+            )
         request.num_confirmed_blocks = max(request.num_confirmed_blocks, confirmed)
 
     def holds_blocks(self, request: Request) -> bool:

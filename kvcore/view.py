@@ -90,10 +90,14 @@ class PoolView:
         completed = self.completed_step
         pending, held = self._pending, self._held
         while pending and pending[0][0] <= completed:
-            for block in pending.popleft()[1]:
-                # It may have lost its hash since, and gained another one later.
-                if block.pending_view is self and block.pending_step <= completed:
-                    self.pool.confirm(block)
+            # One may have lost its hash since, and gained another one later.
+            self.pool.confirm(
+                [
+                    block
+                    for block in pending.popleft()[1]
+                    if block.pending_view is self and block.pending_step <= completed
+                ]
+            )
         num_released = 0
         while held and held[0][0] <= completed:
             for block in held.popleft()[1]:

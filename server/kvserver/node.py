@@ -99,9 +99,9 @@ class Node:
 
     def publish(self) -> None:
         """Hand on the events that a call caused."""
-        events = self.depot.take_truth_events()
-        if events:
-            self.publisher.publish(events)
+        entries = self.depot.take_feed()
+        if entries:
+            self.publisher.publish(entries)
 
 
 def _unreachable() -> bytes:

@@ -2,7 +2,8 @@
 
 Nothing a subscriber does slows an allocation: publishing appends to a list; batches are
 made and encoded once for all subscribers, at a pace that bounds the fan-out; and a
-subscriber that falls behind its bounded queue is dropped, never waited for.
+subscriber that falls behind its bounded queue is dropped, never waited for. What nobody
+reads never becomes events: the history keeps the feed's entries.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from kvcore.errors import DataLoss, InvalidArgument, OutOfRange, ResourceExhausted, Unavailable
 from kvcore.events import AllBlocksCleared, BlockStored, Event
+from kvcore.feed import Entry, RemovedBlocks, StoredBlocks, events_of
 from kvdepot.v1 import event_pb2
 from kvserver import convert
 
@@ -29,7 +31,8 @@ _FLUSH_SECONDS_MIN = 0.002
 _FLUSH_SECONDS_MAX = 0.2
 _FAN_OUT_PER_SECOND = 10_000  # messages to all subscribers together
 
-_KINDS = {BlockStored: "stored", AllBlocksCleared: "cleared"}
+_OF_FEED = (StoredBlocks, RemovedBlocks)
+_KINDS = {BlockStored: "stored", StoredBlocks: "stored", AllBlocksCleared: "cleared"}
 
 
 @dataclass(slots=True)
@@ -40,19 +43,19 @@ class Batch:
     num_events: int
     nbytes: int  # about
     timestamp_seconds: float
-    _events: Sequence[Event] | None
+    _entries: Sequence[Entry | Event] | None
     _encoded: bytes = b""
 
     def encoded(self, epoch: str) -> bytes:
         """The StreamEventsResponse."""
-        if self._events is not None:
+        if self._entries is not None:
             self._encoded = event_pb2.StreamEventsResponse(
                 epoch=epoch,
                 first_sequence=self.first_sequence,
                 timestamp_seconds=self.timestamp_seconds,
-                events=[convert.event(event) for event in self._events],
+                events=[convert.event(event) for event in events_of(self._entries)],
             ).SerializeToString()
-            self._events = None
+            self._entries = None
         return self._encoded
 
     def encoded_from(self, sequence: int, epoch: str) -> bytes:
@@ -148,7 +151,8 @@ class Publisher:
         self._queue_batches = queue_batches
         self._subscribers_max = subscribers_max
         self._heartbeat_seconds = heartbeat_seconds
-        self._pending: list[Event] = []
+        self._pending: list[Entry | Event] = []
+        self._pending_events = 0
         self._history: deque[Batch] = deque()
         self._history_events = 0
         self._history_bytes = 0
@@ -162,15 +166,16 @@ class Publisher:
         """Streams being served; those cut off do not count."""
         return len(self._subscribers)
 
-    def publish(self, events: Iterable[Event]) -> None:
-        """Number ``events``, in order, and have them sent soon."""
-        for event in events:
-            # One block an event, as the truth feed has it, cannot be cut further.
-            single = isinstance(event, AllBlocksCleared) or len(event.block_hashes) == 1
-            for part in (event,) if single else _parts(event):
+    def publish(self, entries: Iterable[Entry | Event]) -> None:
+        """Number the events of ``entries``, in order, and have them sent soon."""
+        for entry in entries:
+            # One block an event, as the feed has it, cannot be cut further.
+            for part in (entry,) if isinstance(entry, _OF_FEED) else _parts(entry):
+                num_events = _num_events(part)
                 self._pending.append(part)
-                self.published[_KINDS.get(type(part), "removed")] += 1
-                self.next_sequence += 1
+                self._pending_events += num_events
+                self.published[_KINDS.get(type(part), "removed")] += num_events
+                self.next_sequence += num_events
         if self._flush_timer is None and self._pending:
             pace = len(self._subscribers) / _FAN_OUT_PER_SECOND
             delay = min(max(pace, _FLUSH_SECONDS_MIN), _FLUSH_SECONDS_MAX)
@@ -183,9 +188,10 @@ class Publisher:
             self._flush_timer = None
         if not self._pending:
             return
-        events, self._pending = self._pending, []
-        first = self.next_sequence - len(events)
-        for batch in _batches(events, first):
+        entries, self._pending = self._pending, []
+        first = self.next_sequence - self._pending_events
+        self._pending_events = 0
+        for batch in _batches(entries, first):
             self._keep(batch)
             if self._subscribers:
                 message = batch.encoded(self.epoch)
@@ -300,8 +306,18 @@ class Publisher:
         self._arm_heartbeat()
 
 
-def _nbytes(event: Event) -> int:
-    """About what an event takes, encoded."""
+def _num_events(entry: Entry | Event) -> int:
+    return len(entry) if isinstance(entry, _OF_FEED) else 1
+
+
+def _nbytes(event: Entry | Event) -> int:
+    """About what an event takes, encoded; of an entry's events, one."""
+    if isinstance(event, StoredBlocks):
+        run = event.run
+        keys = 64 * max((len(keys or ()) for keys in run.extra_keys or ()), default=0)
+        return 104 + len(run.tokens) // len(run.hashes) + keys
+    if isinstance(event, RemovedBlocks):
+        return 72
     if isinstance(event, BlockStored):
         keys = 64 * sum(len(keys or ()) for keys in event.extra_keys or ())
         return 64 + len(event.token_ids) + 40 * len(event.block_hashes) + keys
@@ -331,18 +347,26 @@ def _parts(event: Event) -> Iterator[Event]:
         )
 
 
-def _batches(events: Sequence[Event], first_sequence: int) -> Iterator[Batch]:
+def _batches(entries: Iterable[Entry | Event], first_sequence: int) -> Iterator[Batch]:
     now = time.time()
-    start, nbytes = 0, 0
-    for position, event in enumerate(events):
-        size = _nbytes(event)
-        if position > start and (
-            position - start >= BATCH_EVENTS_MAX or nbytes + size > BATCH_BYTES_MAX
-        ):
-            yield Batch(
-                first_sequence + start, position - start, nbytes, now, events[start:position]
-            )
-            start, nbytes = position, 0
-        nbytes += size
-    if start < len(events):
-        yield Batch(first_sequence + start, len(events) - start, nbytes, now, events[start:])
+    parts: list[Entry | Event] = []
+    num_events, nbytes = 0, 0
+    for entry in entries:
+        size, start, stop = _nbytes(entry), 0, _num_events(entry)
+        while start < stop:
+            room = min(BATCH_EVENTS_MAX - num_events, (BATCH_BYTES_MAX - nbytes) // size)
+            if room <= 0 and parts:
+                yield Batch(first_sequence, num_events, nbytes, now, parts)
+                first_sequence += num_events
+                parts, num_events, nbytes = [], 0, 0
+                continue
+            taken = min(max(room, 1), stop - start)
+            if isinstance(entry, _OF_FEED) and taken < stop:
+                parts.append(entry.part(start, start + taken))
+            else:
+                parts.append(entry)
+            start += taken
+            num_events += taken
+            nbytes += taken * size
+    if parts:
+        yield Batch(first_sequence, num_events, nbytes, now, parts)

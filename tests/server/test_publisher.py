@@ -19,7 +19,9 @@ from kvcore.errors import (
     Unavailable,
 )
 from kvcore.events import AllBlocksCleared, BlockRemoved, BlockStored
+from kvcore.feed import Entry, RemovedBlocks, StoredBlocks, StoredRun, events_of
 from kvdepot.v1 import event_pb2
+from kvserver import convert
 from kvserver import publisher as module
 from kvserver.publisher import Publisher
 
@@ -82,6 +84,49 @@ def test_events_are_numbered_batched_and_resumed_from_within_a_batch() -> None:
         _, first = publisher.subscribe(epoch="epoch-1", from_sequence=2)
         assert sequences(first) == [2, 3]
         assert dict(publisher.published) == {"stored": 2, "removed": 1, "cleared": 1}
+
+    on_loop(story)
+
+
+@pytest.mark.parametrize("num_tokens", [16, 600, 8192], ids="{} tokens a block".format)
+def test_entries_of_the_feed_are_sent_as_their_events(num_tokens: int) -> None:
+    run = StoredRun(
+        parent_hash=b"p" * 32,
+        hashes=[bytes([number]) * 32 for number in range(32)],
+        tokens=bytes(range(128)) * num_tokens,
+        block_size=num_tokens,
+        extra_keys=[("adapter", f"salt {number}") for number in range(32)],
+        lora_id=3,
+        lora_name="adapter",
+        group=0,
+        spec_kind="full_attention",
+    )
+    entries: list[Entry] = [
+        StoredBlocks(run, 0, 31),
+        RemovedBlocks([bytes([number]) * 32 for number in range(250)], 0, "evicted"),
+        AllBlocksCleared(2),
+        *[StoredBlocks(run, 5, 32)] * 9,
+        RemovedBlocks([b"h" * 32], 0, "evicted"),
+    ]
+    events = list(events_of(entries))
+
+    async def story() -> None:
+        lazy, eager = make(history_events=10_000), make(history_events=10_000)
+        lazy.publish(entries)
+        eager.publish(events)
+        assert lazy.next_sequence == eager.next_sequence == len(events)
+        assert lazy.published == eager.published
+        streams = []
+        for publisher in (lazy, eager):
+            _, first = publisher.subscribe(from_sequence=0)
+            responses = decode(first)
+            for response in responses:
+                response.ClearField("timestamp_seconds")
+            streams.append(responses)
+        assert streams[0] == streams[1]
+        assert [event for batch in streams[0] for event in batch.events] == [
+            convert.event(event) for event in events
+        ]
 
     on_loop(story)
 

@@ -1,0 +1,139 @@
+"""The truth feed while nobody reads it: what happened to which blocks, in few objects.
+
+A prompt of a thousand tokens becomes readable as one entry, of which a reader makes
+one event a block. Most feeds are read by nobody, and none within the call that
+caused them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from kvcore.events import MEDIUM, AllBlocksCleared, BlockRemoved, BlockStored, Event
+
+RUN_BLOCKS_MAX = 32
+"""A run's tokens are kept while one of its blocks holds content, so runs are short."""
+
+
+class StoredRun:
+    """Consecutive blocks of one table that one call registered: what events say of each.
+
+    ``tokens`` are little-endian uint32, of all the blocks; ``extra_keys`` None: no
+    block has any. Nothing of it changes once it is made.
+    """
+
+    __slots__ = (
+        "block_size",
+        "extra_keys",
+        "group",
+        "hashes",
+        "lora_id",
+        "lora_name",
+        "parent_hash",
+        "spec_kind",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        *,
+        parent_hash: bytes | None,
+        hashes: Sequence[bytes],
+        tokens: bytes,
+        block_size: int,
+        extra_keys: Sequence[tuple[Any, ...] | None] | None,
+        lora_id: int | None,
+        lora_name: str | None,
+        group: int,
+        spec_kind: str,
+    ) -> None:
+        self.parent_hash = parent_hash
+        self.hashes = hashes
+        self.tokens = tokens
+        self.block_size = block_size
+        self.extra_keys = extra_keys
+        self.lora_id = lora_id
+        self.lora_name = lora_name
+        self.group = group
+        self.spec_kind = spec_kind
+
+    def parent_of(self, position: int) -> bytes | None:
+        """The hash before that of the block at ``position`` of the run."""
+        return self.hashes[position - 1] if position else self.parent_hash
+
+    def event(self, position: int) -> BlockStored:
+        """The block at ``position`` of the run is readable."""
+        num_bytes = len(self.tokens) // len(self.hashes)
+        return BlockStored(
+            block_hashes=[self.hashes[position]],
+            parent_block_hash=self.parent_of(position),
+            token_ids=self.tokens[position * num_bytes : (position + 1) * num_bytes],
+            block_size=self.block_size,
+            lora_id=self.lora_id,
+            lora_name=self.lora_name,
+            extra_keys=[None if self.extra_keys is None else self.extra_keys[position]],
+            group=self.group,
+            spec_kind=self.spec_kind,
+            medium=MEDIUM,
+        )
+
+
+class StoredBlocks:
+    """Blocks ``start`` to ``stop`` of a run became readable for everybody, in this order."""
+
+    __slots__ = ("run", "start", "stop")
+
+    def __init__(self, run: StoredRun, start: int, stop: int) -> None:
+        self.run = run
+        self.start = start
+        self.stop = stop
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def part(self, start: int, stop: int) -> StoredBlocks:
+        """The events ``start`` to ``stop`` of these."""
+        return StoredBlocks(self.run, self.start + start, self.start + stop)
+
+    def events(self) -> Iterator[BlockStored]:
+        """One a block."""
+        return map(self.run.event, range(self.start, self.stop))
+
+
+class RemovedBlocks:
+    """The last readable copies of these hashes went, in this order, for one reason."""
+
+    __slots__ = ("group", "hashes", "reason")
+
+    def __init__(self, hashes: list[bytes], group: int, reason: str) -> None:
+        self.hashes = hashes
+        self.group = group
+        self.reason = reason
+
+    def __len__(self) -> int:
+        return len(self.hashes)
+
+    def part(self, start: int, stop: int) -> RemovedBlocks:
+        """The events ``start`` to ``stop`` of these."""
+        return RemovedBlocks(self.hashes[start:stop], self.group, self.reason)
+
+    def events(self) -> Iterator[BlockRemoved]:
+        """One a block."""
+        return (
+            BlockRemoved([block_hash], self.group, MEDIUM, self.reason)
+            for block_hash in self.hashes
+        )
+
+
+Entry = StoredBlocks | RemovedBlocks | AllBlocksCleared
+"""One or more events of the feed."""
+
+
+def events_of(entries: Iterable[Entry | Event]) -> Iterator[Event]:
+    """The events themselves."""
+    for entry in entries:
+        if isinstance(entry, StoredBlocks | RemovedBlocks):
+            yield from entry.events()
+        else:
+            yield entry
