@@ -32,7 +32,7 @@ import hashlib
 import struct
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, Final, Protocol
@@ -313,27 +313,40 @@ class _Hasher(Protocol):
     def copy(self) -> _Hasher: ...
 
 
+_BlocksOf = Callable[[memoryview], Iterator[tuple[Any, ...]]]
+"""Cuts tokens into blocks of bytes."""
+
+
 class _RunningScheme(HashScheme):
-    __slots__ = ()
+    __slots__ = ("_block_size", "_blocks_of", "_root")
 
     def __init__(self, seed: str) -> None:
         super().__init__("kvd_sha256", seed, 32)
+        self._block_size = 0
 
     def _chain(self, block_size: int, extra: ExtraKeys) -> HashChain:
-        seed = self.seed.encode()
-        header = struct.pack("<BQ", _KVD_VERSION, len(seed)) + seed + struct.pack("<Q", block_size)
-        return _RunningChain(block_size, extra, hashlib.sha256(_KVD_DOMAIN + header))
+        if block_size != self._block_size:  # a pool has one
+            seed = self.seed.encode()
+            header = struct.pack("<BQ", _KVD_VERSION, len(seed)) + seed
+            header += struct.pack("<Q", block_size)
+            self._root: _Hasher = hashlib.sha256(_KVD_DOMAIN + header)
+            self._blocks_of: _BlocksOf = struct.Struct(f"{block_size * TOKEN_BYTES}s").iter_unpack
+            self._block_size = block_size
+        return _RunningChain(block_size, extra, self._root, self._blocks_of)
 
 
 class _RunningChain(HashChain):
-    __slots__ = ("_saved", "_state", "_steady_frame")
+    __slots__ = ("_blocks_of", "_saved", "_state", "_steady_frame")
 
-    def __init__(self, block_size: int, extra: ExtraKeys, root: _Hasher) -> None:
+    def __init__(
+        self, block_size: int, extra: ExtraKeys, root: _Hasher, blocks_of: _BlocksOf
+    ) -> None:
         super().__init__(block_size, extra)
         self._state = root.copy()
         # _saved[i] is the state before block i * _KVD_STATE_EVERY.
         self._saved = [root]
         self._steady_frame = self._frame(self._steady_from)
+        self._blocks_of = blocks_of
 
     def _frame(self, block_index: int) -> bytes:
         start = block_index * self.block_size
@@ -355,11 +368,13 @@ class _RunningChain(HashChain):
             update(self._frame(index))
             update(view[index * width : (index + 1) * width])
             append(digest())
-        frame = self._steady_frame
-        for at in range(max(first, self._steady_from) * width, stop * width, width):
-            update(frame)
-            update(view[at : at + width])
-            append(digest())
+        frame, first = self._steady_frame, max(first, self._steady_from)
+        if first < stop:
+            # One update a block, of bytes cut by struct: half the cost of two, of views.
+            with view[first * width : stop * width] as steady:
+                for (tokens,) in self._blocks_of(steady):
+                    update(frame + tokens)
+                    append(digest())
 
     def _cut(self, view: memoryview, keep: int) -> None:
         base = keep // _KVD_STATE_EVERY
