@@ -113,12 +113,12 @@ class BlockPool:
                 self._drop_content(block)
                 self.num_cached_blocks -= 1
                 self.num_evictions += 1
-            elif residency is not None:
+            elif residency is not None and block.block_id in residency.births:
                 residency.on_evicted(block)
             assert block.ref_cnt == 0
             block.ref_cnt = 1
-            if residency is not None:
-                residency.on_taken(block)
+        if residency is not None:
+            residency.on_taken(blocks)
         return blocks
 
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
@@ -132,7 +132,7 @@ class BlockPool:
                 if block.block_hash is not None:
                     self.num_cached_blocks -= 1
             block.ref_cnt += 1
-            if residency is not None:
+            if residency is not None and block.block_id in residency.births:
                 residency.on_touched(block)
 
     def free(self, ordered_blocks: Iterable[KVCacheBlock], view: PoolView) -> None:
@@ -179,15 +179,18 @@ class BlockPool:
         hashes = request.block_hashes
         assert len(hashes) >= num_full_blocks
         index = self.indexes[group]
+        entries = index.entries
+        full = slice(num_cached_blocks, num_full_blocks)
         new_blocks = []
-        for position in range(num_cached_blocks, num_full_blocks):
-            block = blocks[position]
+        for block, block_hash in zip(blocks[full], hashes[full], strict=True):
             if block.is_null:
                 continue
             assert block.block_hash is None
-            block.block_hash = block_hash = hashes[position]
+            block.block_hash = block_hash
             block.group = group
-            index.insert(block_hash, block)
+            # The first copy is the usual case, which costs no call.
+            if entries.setdefault(block_hash, block) is not block:
+                index.insert(block_hash, block)
             new_blocks.append(block)
         if self.publish_events:
             for first in range(num_cached_blocks, num_full_blocks, RUN_BLOCKS_MAX):
@@ -293,12 +296,14 @@ class BlockPool:
     def _drop_content(self, block: KVCacheBlock) -> None:
         block_hash = block.block_hash
         assert block_hash is not None
-        if self.residency is not None:
-            self.residency.on_evicted(block)
-        self.indexes[block.group].remove(block_hash, block)
+        residency = self.residency
+        if residency is not None and block.block_id in residency.births:
+            residency.on_evicted(block)
+        copies_left = self.indexes[block.group].remove(block_hash, block)
         if self.enable_kv_cache_events:
             self._events.append(BlockRemoved([block_hash], block.group, MEDIUM))
-        if block.pending_view is None and block.content is not None and not self._has_ready(block):
+        was_readable = block.pending_view is None and block.content is not None
+        if was_readable and not (copies_left and self._has_ready(block)):
             self._record_removed(block_hash, block.group, "evicted")
         block.block_hash = None
         block.content = None

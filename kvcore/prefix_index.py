@@ -40,13 +40,13 @@ class PrefixIndex:
             else:
                 entry[block.block_id] = block
 
-    def remove(self, block_hash: bytes, block: KVCacheBlock) -> None:
-        """Drop a copy that was inserted before."""
+    def remove(self, block_hash: bytes, block: KVCacheBlock) -> bool:
+        """Drop a copy that was inserted before; whether others are left."""
         entry = self.entries[block_hash]
-        if entry is block:
-            del self.entries[block_hash]
-        else:
+        if entry is not block:
             assert isinstance(entry, dict)
             del entry[block.block_id]
-            if not entry:
-                del self.entries[block_hash]
+            if entry:
+                return True
+        del self.entries[block_hash]
+        return False

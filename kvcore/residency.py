@@ -6,7 +6,7 @@ import itertools
 import random
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvcore.block import KVCacheBlock
@@ -42,14 +42,17 @@ class ResidencySampler:
         self._sample_rate = sample_rate
         self._clock = clock
         self._random = random.Random(seed)
-        self._births: dict[int, float] = {}
+        # Of the sampled blocks, by id. Public for the pool's loops, which may not afford
+        # a call for each block that is not sampled.
+        self.births: dict[int, float] = {}
         self._accesses: dict[int, deque[float]] = {}
         self._evictions: deque[Eviction] = deque(maxlen=max_evictions)
 
-    def on_taken(self, block: KVCacheBlock) -> None:
-        """The block was given to a request."""
-        if self._random.random() < self._sample_rate:
-            self._births[block.block_id] = self._clock()
+    def on_taken(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """The blocks were given to a request."""
+        draw, sample_rate = self._random.random, self._sample_rate
+        for block in [block for block in blocks if draw() < sample_rate]:
+            self.births[block.block_id] = self._clock()
             self._accesses[block.block_id] = deque(maxlen=ACCESSES_KEPT)
 
     def on_touched(self, block: KVCacheBlock) -> None:
@@ -60,7 +63,7 @@ class ResidencySampler:
 
     def on_evicted(self, block: KVCacheBlock) -> None:
         """The block is about to be given to somebody else, or lost its content."""
-        birth = self._births.pop(block.block_id, None)
+        birth = self.births.pop(block.block_id, None)
         if birth is None:
             return
         accesses = list(self._accesses.pop(block.block_id))
@@ -77,7 +80,7 @@ class ResidencySampler:
 
     def reset(self) -> None:
         """Forget everything."""
-        self._births.clear()
+        self.births.clear()
         self._accesses.clear()
         self._evictions.clear()
 

@@ -21,8 +21,8 @@ def test_a_block_s_life() -> None:
     clock = Clock()
     sampler = ResidencySampler(1.0, clock=clock)
     block, untouched = KVCacheBlock(1), KVCacheBlock(2)
-    sampler.on_taken(block)
-    sampler.on_taken(untouched)
+    sampler.on_taken([block])
+    sampler.on_taken([untouched])
     for clock.now in (1.0, 3.0, 4.0, 8.0, 16.0):
         sampler.on_touched(block)
     clock.now = 20.0
@@ -43,14 +43,14 @@ def test_samples_a_share_and_keeps_the_newest() -> None:
     sampler = ResidencySampler(0.25, max_evictions=100, seed=1)
     for block_id in range(4000):
         block = KVCacheBlock(block_id)
-        sampler.on_taken(block)
+        sampler.on_taken([block])
         sampler.on_evicted(block)
     assert len(sampler.drain()) == 100
 
     counted = ResidencySampler(0.25, seed=1)
     for block_id in range(4000):
         block = KVCacheBlock(block_id)
-        counted.on_taken(block)
+        counted.on_taken([block])
         counted.on_evicted(block)
     assert len(counted.drain()) == pytest.approx(1000, rel=0.1)
 
@@ -58,7 +58,7 @@ def test_samples_a_share_and_keeps_the_newest() -> None:
 def test_reset_forgets() -> None:
     sampler = ResidencySampler(1.0)
     block = KVCacheBlock(1)
-    sampler.on_taken(block)
+    sampler.on_taken([block])
     sampler.reset()
     sampler.on_evicted(block)
     assert sampler.drain() == []
