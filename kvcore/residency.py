@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -39,7 +41,7 @@ class ResidencySampler:
         seed: int | None = None,
     ) -> None:
         assert 0.0 < sample_rate <= 1.0
-        self._sample_rate = sample_rate
+        self._log_passed_over = math.log1p(-sample_rate) if sample_rate < 1 else -math.inf
         self._clock = clock
         self._random = random.Random(seed)
         # Of the sampled blocks, by id. Public for the pool's loops, which may not afford
@@ -47,13 +49,18 @@ class ResidencySampler:
         self.births: dict[int, float] = {}
         self._accesses: dict[int, deque[float]] = {}
         self._evictions: deque[Eviction] = deque(maxlen=max_evictions)
+        # Blocks to pass over until the next one that is sampled.
+        self._num_passed_over = self._draw()
 
     def on_taken(self, blocks: Sequence[KVCacheBlock]) -> None:
         """The blocks were given to a request."""
-        draw, sample_rate = self._random.random, self._sample_rate
-        for block in [block for block in blocks if draw() < sample_rate]:
-            self.births[block.block_id] = self._clock()
-            self._accesses[block.block_id] = deque(maxlen=ACCESSES_KEPT)
+        position = self._num_passed_over
+        while position < len(blocks):
+            block_id = blocks[position].block_id
+            self.births[block_id] = self._clock()
+            self._accesses[block_id] = deque(maxlen=ACCESSES_KEPT)
+            position += 1 + self._draw()
+        self._num_passed_over = position - len(blocks)
 
     def on_touched(self, block: KVCacheBlock) -> None:
         """The block was hit."""
@@ -77,6 +84,11 @@ class ResidencySampler:
                 ),
             )
         )
+
+    def _draw(self) -> int:
+        """How many blocks to pass over, so that each is sampled with the same chance."""
+        num_blocks = math.log(1.0 - self._random.random()) / self._log_passed_over
+        return int(min(num_blocks, sys.maxsize))
 
     def reset(self) -> None:
         """Forget everything."""
