@@ -179,6 +179,8 @@ class Publisher:
         if self._flush_timer is None and self._pending:
             pace = len(self._subscribers) / _FAN_OUT_PER_SECOND
             delay = min(max(pace, _FLUSH_SECONDS_MIN), _FLUSH_SECONDS_MAX)
+            if not self._subscribers:  # nobody waits, and who comes is given what is pending
+                delay = _FLUSH_SECONDS_MAX
             self._flush_timer = asyncio.get_running_loop().call_later(delay, self.flush)
 
     def flush(self) -> None:
