@@ -82,9 +82,10 @@ class Request:
     def append(self, tokens: bytes) -> None:
         """Add ``tokens`` at the end; ``len(tokens)`` is a multiple of 4."""
         self.tokens += tokens
-        self.num_tokens = len(self.tokens) // TOKEN_BYTES
-        if self.hash_chain is not None:
-            self.hash_chain.extend(self.tokens, self.num_tokens)
+        self.num_tokens = num_tokens = len(self.tokens) // TOKEN_BYTES
+        chain = self.hash_chain
+        if chain is not None and num_tokens // chain.block_size > len(self.block_hashes):
+            chain.extend(self.tokens, num_tokens)
 
     def truncate(self, num_tokens: int) -> None:
         """Keep the first ``num_tokens`` tokens, and the hashes of their full blocks."""

@@ -86,14 +86,10 @@ class Session:
 
         ``options`` are the manager's. None leaves the request as it was.
         """
-        request_id, block_size = request.request_id, self.config.block_size
-        registered_from = max(
-            num_new_computed_tokens // block_size,
-            min(
-                manager.num_cached_blocks.get(request_id, 0)
-                for manager in self.manager.coordinator.managers
-            ),
-        )
+        registered_from = self._num_registered(request)
+        if num_new_computed_tokens:
+            in_hit = num_new_computed_tokens // self.config.block_size
+            registered_from = max(registered_from, in_hit)
         before = request.num_computed_tokens
         request.num_computed_tokens = num_computed_tokens
         new_blocks = self.manager.allocate_slots(
@@ -106,13 +102,29 @@ class Session:
             request.registered_step = self.view.step
         return new_blocks
 
+    def settle(self, request: Request, num_computed_tokens: int) -> None:
+        """As allocate, where the manager says that nothing would change."""
+        request.num_computed_tokens = num_computed_tokens
+        request.registered_from = self._num_registered(request)
+        request.registered_step = self.view.step
+
+    def _num_registered(self, request: Request) -> int:
+        """Leading blocks of the request that are hits, in the group that has the fewest."""
+        managers = self.manager.coordinator.managers
+        num_registered = managers[0].num_cached_blocks.get(request.request_id, 0)
+        for manager in managers[1:]:
+            num_registered = min(
+                num_registered, manager.num_cached_blocks.get(request.request_id, 0)
+            )
+        return num_registered
+
     def num_slots(self, request: Request) -> int:
         """Token slots the request holds, in the group that holds the fewest."""
         return min(
-            (
+            [
                 len(manager.req_to_blocks.get(request.request_id, ())) * manager.block_size
                 for manager in self.manager.coordinator.managers
-            ),
+            ],
             default=0,
         )
 

@@ -58,6 +58,24 @@ class SingleTypeKVCacheManager(ABC):
         kept = new_computed_blocks[max(0, num_skipped - len(table)) :]
         return num_new + sum(block.ref_cnt == 0 and not block.is_null for block in kept)
 
+    def is_settled(
+        self, request_id: str, num_computed_tokens: int, num_slots: int, num_tokens_to_cache: int
+    ) -> bool:
+        """Whether an allocation would free, take and register nothing here.
+
+        That is the usual decode step: the tokens fit the table, fill no block, and move
+        no window past one. A manager that overrides what allocate_slots calls answers
+        this itself; False is always right.
+        """
+        block_size = self.block_size
+        table = self.req_to_blocks.get(request_id)
+        if table is None or num_slots > len(table) * block_size:
+            return False
+        if num_tokens_to_cache // block_size > self.num_cached_blocks.get(request_id, 0):
+            return False
+        num_skipped = self.get_num_skipped_tokens(num_computed_tokens) // block_size
+        return num_skipped <= 0 or not table or table[min(num_skipped, len(table)) - 1].is_null
+
     def add_local_computed_blocks(
         self,
         request_id: str,

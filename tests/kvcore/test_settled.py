@@ -1,0 +1,200 @@
+"""Growth that changes nothing is answered from a few comparisons: always as in full."""
+
+from __future__ import annotations
+
+import struct
+from random import Random
+
+import pytest
+
+from building import content, make_depot, make_request, token_bytes
+from kvcore import single_type
+from kvcore.check import check
+from kvcore.depot import Depot
+from kvcore.manager import KVCacheManager
+from kvcore.operation import (
+    Cache,
+    Free,
+    FreeMode,
+    Grow,
+    OperationKind,
+    Outcome,
+    SlotRequest,
+    Step,
+)
+from kvcore.request import RequestStatus
+from kvcore.session import Session
+from kvcore.single_type import FullAttentionManager
+from kvcore.spec import DepotConfig, FullAttentionSpec, KVCacheConfig, KVCacheGroup
+
+WINDOW = 5
+
+
+class WindowSpec(FullAttentionSpec):
+    """Of layers that look at the last WINDOW tokens."""
+
+
+class WindowManager(FullAttentionManager):
+    """Releases what the window has passed."""
+
+    def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        return num_computed_tokens - WINDOW + 1
+
+
+def never_settled(manager: KVCacheManager) -> None:
+    """Have ``manager`` do every growth in full."""
+    manager.is_settled = lambda *_, **__: False  # type: ignore[method-assign]
+
+
+def int32(values: list[int]) -> bytes:
+    return struct.pack(f"<{len(values)}i", *values)
+
+
+def random_step(random: Random, session: Session, names: list[str]) -> Step:
+    """Growth of all that runs, some of it wrong, then a few of the other operations."""
+    runs, admissions = [], []
+    handles, computed, new, offsets, counts, tokens = [], [], [], [], [], []
+    requests = list(session.requests.values())
+    for request in requests:
+        if request.status is not RequestStatus.RUNNING and random.random() < 0.9:
+            continue
+        appended = random.choice([0, 1, 1, 1, 2, 5])
+        # A rejected draft makes the count fall; a wrong caller exceeds it.
+        past = random.choice([0, 0, 0, 0, 0, 0, -1, -3, 2, 30])
+        handles.append(request.handle)
+        computed.append(min(request.num_tokens, session.num_slots(request)) + past)
+        new.append(random.choice([1, 1, 1, 1, 2, 6, 0]))
+        offsets.append(request.num_tokens)
+        counts.append(appended)
+        tokens += random.choices(range(50), k=appended)
+    runs.append((OperationKind.GROW, len(handles)))
+    grow = Grow(
+        int32(handles), int32(computed), int32(new), int32(offsets), int32(counts),
+        token_bytes(tokens), random.choice([0, 0, 0, 1, 3]),
+    )  # fmt: skip
+    if random.random() < 0.4:
+        name = random.choice(names)
+        if name not in session.requests:
+            start = random.choice([0, 0, 100])
+            prompt = content(range(start, start + random.randrange(1, 20)))
+            admissions.append(SlotRequest(name, prompt, lookup=True))
+        elif not session.holds_blocks(session.requests[name]):
+            admissions.append(SlotRequest(name, lookup=True))
+    runs.append((OperationKind.ADMIT, len(admissions)))
+    cached = [request for request in requests if random.random() < 0.2]
+    runs.append((OperationKind.CACHE, len(cached)))
+    cache = Cache(
+        int32([request.handle for request in cached]),
+        int32([request.num_computed_tokens for request in cached]),
+    )
+    freed = [request.handle for request in requests if random.random() < 0.03]
+    runs.append((OperationKind.FREE, len(freed)))
+    modes = bytes(random.choice([FreeMode.FINISH, FreeMode.PREEMPT]) for _ in freed)
+    free = Free(int32(freed), modes, bytes(random.randrange(2) for _ in freed))
+    return Step(
+        runs,
+        on_no_fit_stop=random.random() < 0.3,
+        token_budget=random.choice([None, None, 4]),
+        admissions=admissions,
+        grow=grow,
+        cache=cache,
+        free=free,
+    )
+
+
+def all_of(depot: Depot, session: Session) -> list[object]:
+    """What a later call could depend on."""
+    return [
+        depot.pool.free_queue.block_ids(),
+        depot.take_truth_events(),
+        depot.stats(),
+        [
+            (
+                request.request_id, request.status, request.num_tokens,
+                request.num_computed_tokens, request.num_confirmed_blocks,
+                request.registered_from, request.registered_step, request.block_hashes,
+                session.manager.get_block_ids(request.request_id),
+            )
+            for request in session.requests.values()
+        ],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_steps_are_answered_as_in_full(seed: int) -> None:
+    random, outcomes = Random(seed), set()
+    num_blocks, lag = random.choice([12, 20, 60]), random.randrange(3)
+    depots = [make_depot(num_blocks) for _ in range(2)]
+    sessions = [depot.open_session("") for depot in depots]
+    never_settled(sessions[1].manager)
+    for number in range(1, 150):
+        step = random_step(random, sessions[0], ["a", "b", "c", "d"])
+        results = []
+        for depot, session in zip(depots, sessions, strict=True):
+            session.begin(number, max(number - lag, 0))
+            results.append(depot.step(session, step))
+        assert results[0] == results[1]
+        outcomes |= set(results[0].grow_outcomes)
+        first, second = (
+            all_of(depot, session) for depot, session in zip(depots, sessions, strict=True)
+        )
+        assert first == second
+        assert check(depots[0]) == []
+    assert Outcome.INVALID in outcomes
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_groups_of_several_kinds_grow_as_in_full(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(single_type.MANAGERS, WindowSpec, WindowManager)
+    groups = (
+        KVCacheGroup(("full",), FullAttentionSpec(4, num_kv_heads=1, head_size=16)),
+        KVCacheGroup(("window",), WindowSpec(2, num_kv_heads=1, head_size=16)),
+        KVCacheGroup(("coarse",), WindowSpec(8, num_kv_heads=1, head_size=16)),
+    )
+    config = DepotConfig(KVCacheConfig(40, groups), enable_caching=False, max_model_len=30)
+    fast, slow = KVCacheManager(config), KVCacheManager(config)
+    never_settled(slow)
+    random, num_settled = Random(seed), 0
+    requests = [
+        (make_request(name, range(5)), make_request(name, range(5))) for name in ("a", "b", "c")
+    ]
+    for pair in requests:
+        for manager, request in zip((fast, slow), pair, strict=True):
+            assert manager.allocate_slots(request, 5) is not None
+            request.num_computed_tokens = 5
+            request.status = RequestStatus.RUNNING
+    for _ in range(200):
+        pair = random.choice(requests)
+        num_new, num_lookahead = random.choice([1, 1, 1, 3]), random.choice([0, 0, 1, 2])
+        num_computed = pair[0].num_computed_tokens
+        num_settled += fast.is_settled(pair[0], num_computed, num_new, num_lookahead)
+        answers = [
+            manager.allocate_slots(request, num_new, num_lookahead_tokens=num_lookahead)
+            for manager, request in zip((fast, slow), pair, strict=True)
+        ]
+        assert (answers[0] and answers[0].block_ids) == (answers[1] and answers[1].block_ids)
+        assert fast.get_block_ids(pair[0].request_id) == slow.get_block_ids(pair[1].request_id)
+        assert fast.block_pool.free_queue.block_ids() == slow.block_pool.free_queue.block_ids()
+        assert fast.take_new_block_ids() == slow.take_new_block_ids()
+        # Drafts may be rejected.
+        moved = 0 if answers[0] is None else random.choice([num_new, num_new, 1, 0, -1])
+        for manager, request in zip((fast, slow), pair, strict=True):
+            request.num_computed_tokens += moved
+            if request.num_computed_tokens + 3 > config.max_model_len:
+                manager.free(request)
+                request.num_computed_tokens = 0
+                assert manager.allocate_slots(request, 5) is not None
+                request.num_computed_tokens = 5
+    assert 20 < num_settled < 180
+
+
+def test_who_changes_an_allocation_says_when_it_changes_nothing() -> None:
+    base = single_type.SingleTypeKVCacheManager
+    called = ("get_num_blocks_to_allocate", "allocate_new_blocks", "cache_blocks")
+    for manager in single_type.MANAGERS.values():
+        if any(getattr(manager, name) is not getattr(base, name) for name in called) or (
+            manager.remove_skipped_blocks is not base.remove_skipped_blocks
+        ):
+            assert manager.is_settled is not base.is_settled, manager
