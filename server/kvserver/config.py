@@ -12,18 +12,19 @@ import ipaddress
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
 from kvcore.errors import KVDepotError
 from kvcore.hashing import SCHEMES
 from kvcore.spec import DTYPE_BYTES, DepotConfig, KVCacheConfig, num_blocks_for
+from kvserver import environment
 from kvserver.presets import MODELS, ModelShape
+from kvserver.spelling import did_you_mean
 
-ENV_PREFIX = "KVDEPOT_"
 _DEFAULT_CAPACITY_TOKENS = 65_536
 
 
@@ -76,6 +77,10 @@ def _choice(*choices: str) -> Callable[[Any], str]:
     return parse
 
 
+def _one_of(*choices: str) -> str:
+    return "{" + ",".join(choices) + "}"
+
+
 def _boolean(value: Any) -> bool:
     words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
     if isinstance(value, bool):
@@ -85,8 +90,8 @@ def _boolean(value: Any) -> bool:
     return words[str(value).lower()]
 
 
-def _option(default: Any, parse: Callable[[Any], Any], text: str) -> Any:
-    return field(default=default, metadata={"parse": parse, "help": text})
+def _option(default: Any, parse: Callable[[Any], Any], text: str, metavar: str = "") -> Any:
+    return field(default=default, metadata={"parse": parse, "help": text, "metavar": metavar})
 
 
 _INT32_MAX = (1 << 31) - 1
@@ -97,53 +102,96 @@ class ServerConfig:
     """Every option of the server; see each one's help."""
 
     listen: str = _option(
-        "127.0.0.1:50051", _text, "HOST:PORT to serve on; port 0 takes a free one"
+        "127.0.0.1:50051", _text, "serve there; port 0 takes a free one", "HOST:PORT"
     )
-    uds: str = _option("", _text, "also serve on this Unix socket")
-    metrics_port: int = _option(9464, _integer(0, 65535), "port of /metrics; 0 takes a free one")
-    metrics_host: str = _option("", _text, "address of /metrics (default: the host of --listen)")
+    uds: str = _option("", _text, "serve on this Unix socket as well", "PATH")
+    metrics_port: int = _option(
+        9464, _integer(0, 65535), "port of /metrics; 0 takes a free one", "PORT"
+    )
+    metrics_host: str = _option(
+        "", _text, "address of /metrics (default: the host of --listen)", "HOST"
+    )
     no_metrics: bool = _option(False, _boolean, "serve no /metrics")
     insecure_bind: bool = _option(
         False, _boolean, "allow an address that is not loopback, without encryption"
     )
-    model: str = _option("tiny", _choice(*MODELS), f"shape preset: {', '.join(MODELS)}")
-    weights_revision: str = _option("", _text, "revision of the weights, part of the fingerprint")
-    num_layers: int | None = _option(None, _integer(1, 4096), "layers, instead of the preset's")
-    num_kv_heads: int | None = _option(None, _integer(1, 4096), "KV heads, instead of the preset's")
-    head_size: int | None = _option(None, _integer(1, 65536), "head size, instead of the preset's")
-    dtype: str | None = _option(None, _choice(*DTYPE_BYTES), "dtype, instead of the preset's")
-    block_size: int = _option(16, _integer(1, 65536), "tokens a block")
+    model: str = _option("tiny", _choice(*MODELS), "shape preset", _one_of(*MODELS))
+    weights_revision: str = _option(
+        "", _text, "revision of the weights, part of the fingerprint", "NAME"
+    )
+    num_layers: int | None = _option(
+        None, _integer(1, 4096), "layers, instead of the preset's", "N"
+    )
+    num_kv_heads: int | None = _option(
+        None, _integer(1, 4096), "KV heads, instead of the preset's", "N"
+    )
+    head_size: int | None = _option(
+        None, _integer(1, 65536), "head size, instead of the preset's", "N"
+    )
+    dtype: str | None = _option(
+        None, _choice(*DTYPE_BYTES), "dtype, instead of the preset's", _one_of(*DTYPE_BYTES)
+    )
+    block_size: int = _option(16, _integer(1, 65536), "tokens a block", "TOKENS")
     num_blocks: int | None = _option(
-        None, _integer(2, _INT32_MAX), "blocks of the pool, the null block among them"
+        None, _integer(2, _INT32_MAX), "size of the pool in blocks, the null block among them", "N"
     )
     capacity_tokens: int | None = _option(
         None,
         _integer(1, 1 << 50),
         f"size of the pool in tokens (default {_DEFAULT_CAPACITY_TOKENS})",
+        "TOKENS",
     )
-    memory_bytes: int | None = _option(None, _integer(1, 1 << 62), "size of the pool in bytes")
-    layout: str = _option("block", _choice("block", "layer"), "block: a block's layers together")
-    mapping_dir: str = _option("", _text, "directory of the pool's file (default: /dev/shm)")
+    memory_bytes: int | None = _option(
+        None, _integer(1, 1 << 62), "size of the pool in bytes", "BYTES"
+    )
+    max_books_bytes: int | None = _option(
+        None,
+        _integer(1, 1 << 62),
+        "most memory that the books of a full pool may take, by an estimate "
+        "(default: what the machine has available)",
+        "BYTES",
+    )
+    layout: str = _option(
+        "block",
+        _choice("block", "layer"),
+        "what lies together: the layers of a block, or the blocks of a layer",
+        _one_of("block", "layer"),
+    )
+    mapping_dir: str = _option("", _text, "directory of the pool's file (default: /dev/shm)", "DIR")
     no_memory: bool = _option(False, _boolean, "keep the books only, no bytes")
     no_prefix_caching: bool = _option(False, _boolean, "never hit")
-    hash_scheme: str = _option(SCHEMES[0], _choice(*SCHEMES), f"one of {', '.join(SCHEMES)}")
-    hash_seed: str = _option("0", _text, "seed of the block hashes")
-    watermark: float = _option(0.0, _real(0.0, 0.99), "share of blocks kept free of admissions")
-    max_model_len: int = _option(131_072, _integer(1, _INT32_MAX), "longest sequence, in tokens")
-    max_sessions: int = _option(1024, _integer(1, 1 << 20), "open sessions")
-    max_requests_per_session: int = _option(65_536, _integer(1, 1 << 24), "requests of a session")
+    hash_scheme: str = _option(
+        SCHEMES[0], _choice(*SCHEMES), "how blocks are hashed", _one_of(*SCHEMES)
+    )
+    hash_seed: str = _option("0", _text, "seed of the block hashes", "TEXT")
+    watermark: float = _option(
+        0.0, _real(0.0, 0.99), "share of blocks kept free of admissions", "SHARE"
+    )
+    max_model_len: int = _option(
+        131_072, _integer(1, _INT32_MAX), "longest sequence, in tokens", "TOKENS"
+    )
+    max_sessions: int = _option(1024, _integer(1, 1 << 20), "open sessions", "N")
+    max_requests_per_session: int = _option(
+        65_536, _integer(1, 1 << 24), "requests of a session", "N"
+    )
     residency_sample_rate: float = _option(
-        0.01, _real(0.0, 1.0), "share of blocks whose lifetimes are sampled"
+        0.01, _real(0.0, 1.0), "share of blocks whose lifetimes are sampled", "SHARE"
     )
     max_message_bytes: int = _option(
-        64 << 20, _integer(1 << 16, _INT32_MAX), "largest message received or sent"
+        64 << 20, _integer(1 << 16, _INT32_MAX), "largest message received or sent", "BYTES"
     )
-    reply_window: int = _option(64, _integer(1, 65_536), "replies a session can replay by op_seq")
-    event_history: int = _option(65_536, _integer(0, 1 << 24), "events kept for resuming")
-    event_queue: int = _option(1024, _integer(1, 1 << 20), "batches a subscriber may lag")
-    event_heartbeat_s: float = _option(5.0, _real(0.01, 3600), "idle time before a heartbeat")
-    max_subscribers: int = _option(1024, _integer(0, 1 << 20), "event subscribers")
-    drain_grace_s: float = _option(10.0, _real(0.0, 3600), "how long a stop waits for sessions")
+    reply_window: int = _option(
+        64, _integer(1, 65_536), "replies a session can replay by op_seq", "N"
+    )
+    event_history: int = _option(65_536, _integer(0, 1 << 24), "events kept for resuming", "N")
+    event_queue: int = _option(1024, _integer(1, 1 << 20), "batches a subscriber may lag", "N")
+    event_heartbeat_s: float = _option(
+        5.0, _real(0.01, 3600), "idle time before a heartbeat", "SECONDS"
+    )
+    max_subscribers: int = _option(1024, _integer(0, 1 << 20), "event subscribers", "N")
+    drain_grace_s: float = _option(
+        10.0, _real(0.0, 3600), "how long a stop waits for sessions", "SECONDS"
+    )
 
     def shape(self) -> ModelShape:
         """The preset, with what the options override."""
@@ -160,6 +208,10 @@ class ServerConfig:
                 num_blocks = num_blocks_for(self.memory_bytes, groups)
             elif num_blocks is None:
                 tokens = self.capacity_tokens or _DEFAULT_CAPACITY_TOKENS
+                if tokens < self.block_size:
+                    raise ConfigError(
+                        f"{tokens} tokens are less than one block of {self.block_size}"
+                    )
                 num_blocks = tokens // self.block_size + 1
             return DepotConfig(
                 KVCacheConfig(num_blocks, groups),
@@ -204,51 +256,89 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """One flag an option; those left out leave no trace in the namespace."""
-    parser.add_argument("--config", default=argparse.SUPPRESS, help="YAML file of options")
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, without the usage."""
+        raise ConfigError(f"{message}; see `kvdepot serve --help`")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="kvdepot serve",
+        usage="%(prog)s [OPTION]...",
+        description="Serve a KV-cache pool.",
+        epilog="Each option is also an environment variable, and a key of the YAML file: "
+        f"--num-blocks is {environment.PREFIX}NUM_BLOCKS and `num-blocks:`; what takes no value as "
+        "a flag takes true or false there. Flags win over variables, variables over the file.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--config",
+        default=argparse.SUPPRESS,
+        help=f"YAML file of options (or {environment.PREFIX}CONFIG)",
+        metavar="FILE",
+    )
     for option in fields(ServerConfig):
-        flag = "--" + option.name.replace("_", "-")
-        text = option.metadata["help"]
+        flag, text = flag_of(option.name), option.metadata["help"]
         if option.default is False:
             parser.add_argument(
                 flag, action="store_const", const=True, default=argparse.SUPPRESS, help=text
             )
             continue
-        if option.default not in (None, "", MISSING) and "default" not in text:
+        if option.default not in (None, "") and "default" not in text:
             text += f" (default {option.default})"
         parser.add_argument(
-            flag, default=argparse.SUPPRESS, help=text.replace("%", "%%"), metavar="VALUE"
+            flag,
+            default=argparse.SUPPRESS,
+            help=text.replace("%", "%%"),
+            metavar=option.metadata["metavar"],
         )
+    return parser
+
+
+def flag_of(name: str) -> str:
+    """The flag of the option ``name``."""
+    return "--" + name.replace("_", "-")
 
 
 def load(flags: Mapping[str, Any], environ: Mapping[str, str]) -> ServerConfig:
-    """The configuration from parsed flags (by option name), environment and file."""
+    """The configuration from parsed flags (by option name), environment and file.
+
+    Variables that are misspelt, or Kubernetes' own, are told in the log.
+    """
     options = {option.name: option for option in fields(ServerConfig)}
-    path = flags.get("config") or environ.get(ENV_PREFIX + "CONFIG")
+    path = flags.get("config") or environ.get(environment.PREFIX + "CONFIG")
+    variables = environment.read(environ, options)
     given: dict[str, Any] = {}
+    sources: dict[str, str] = {}
     if path:
         given.update(_read_file(str(path), options))
+        sources.update({name: f"{path}: {name}" for name in given})
     for name, option in options.items():
         if name in flags and flags[name] is not None:
-            given[name] = _parsed(option, flags[name], "--" + name.replace("_", "-"))
-        elif (variable := ENV_PREFIX + name.upper()) in environ:
-            given[name] = _parsed(option, environ[variable], variable)
+            value, sources[name] = flags[name], flag_of(name)
+        elif name in variables:
+            value, sources[name] = variables[name], environment.variable_of(name)
+        else:
+            continue
+        given[name] = _parsed(option, value, sources[name])
     config = ServerConfig(**given)
-    _check(config)
+    _check(config, sources)
     return config
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> ServerConfig:
     """The configuration from a command line (without the program's name).
 
-    An unknown flag exits with a usage message; an unusable value raises ConfigError.
+    ``--help`` exits; an unknown flag or an unusable value raises ConfigError.
     """
-    parser = argparse.ArgumentParser(
-        prog="kvdepot serve", description="Serve a KV-cache pool.", allow_abbrev=False
-    )
-    add_arguments(parser)
-    return load(vars(parser.parse_args(argv)), os.environ if environ is None else environ)
+    flags, unknown = _parser().parse_known_args(argv)
+    if unknown:
+        word = unknown[0].partition("=")[0]
+        known = [flag_of(option.name) for option in fields(ServerConfig)] + ["--config"]
+        hint = did_you_mean(word, known)
+        raise ConfigError(f"{word} is no option{hint or '; see `kvdepot serve --help`'}")
+    return load(vars(flags), os.environ if environ is None else environ)
 
 
 def _parsed(option: Field[Any], value: Any, source: str) -> Any:
@@ -269,23 +359,28 @@ def _read_file(path: str, options: Mapping[str, Field[Any]]) -> dict[str, Any]:
     for key, value in content.items():
         name = str(key).replace("-", "_")
         if name not in options:
-            raise ConfigError(f"--config: {path}: unknown option {key!r}")
+            hint = did_you_mean(name, options)
+            raise ConfigError(f"--config: {path}: unknown option {key!r}{hint}")
         if value is not None:
             given[name] = _parsed(options[name], value, f"{path}: {key}")
     return given
 
 
-def _check(config: ServerConfig) -> None:
-    """What only several options together can break."""
+def _check(config: ServerConfig, sources: Mapping[str, str]) -> None:
+    """What only several options together can break; ``sources`` is where each was given."""
     sizes = ("num_blocks", "capacity_tokens", "memory_bytes")
-    given = [name for name in sizes if getattr(config, name) is not None]
+    given = [sources[name] for name in sizes if getattr(config, name) is not None]
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)} exclude each other: give one")
-    host, _ = split_address(config.listen, option="--listen")
-    for name, bound in (("--listen", host), ("--metrics-host", config.metrics_host or host)):
+    host, _ = split_address(config.listen, option=sources.get("listen", "--listen"))
+    for name, bound in (("listen", host), ("metrics_host", config.metrics_host or host)):
         if not is_loopback(bound) and not config.insecure_bind:
             raise ConfigError(
-                f"{name}: {bound} is not loopback; the server is not encrypted, "
-                "so that needs --insecure-bind"
+                f"{sources.get(name, flag_of(name))}: {bound} is not loopback; the server is not "
+                "encrypted, so that needs --insecure-bind"
             )
-    config.depot_config()
+    try:
+        config.depot_config()
+    except ConfigError as error:  # sizes only: ranges are checked
+        source = (*given, sources.get("block_size", "--capacity-tokens"))[0]
+        raise ConfigError(f"{source}: {error}") from error

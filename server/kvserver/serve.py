@@ -7,8 +7,6 @@ import logging
 import os
 import secrets
 import signal
-import socket
-import stat
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,9 +15,10 @@ import grpc
 import uvloop
 
 from kvcore.depot import Depot
-from kvcore.errors import KVDepotError
+from kvcore.errors import KVDepotError, ResourceExhausted
 from kvcore.memory import PoolMemory, remove_abandoned
-from kvserver import admin, cache, event, health, reflect, transfer
+from kvcore.spec import DepotConfig
+from kvserver import admin, cache, event, headroom, health, reflect, sockets, transfer
 from kvserver.config import ConfigError, ServerConfig, parse, split_address
 from kvserver.metrics import DepotCollector, MetricsServer
 from kvserver.node import Node
@@ -40,16 +39,9 @@ class Server:
         self.port = 0
         self.metrics_port: int | None = None
         depot_config = config.depot_config()
-        # First of all, so that a pool that does not fit is refused at once.
-        memory = None
-        if not config.no_memory:
-            name = f"{os.getpid()}-{secrets.token_hex(4)}"
-            try:
-                for path in remove_abandoned(config.mapping_directory()):
-                    logger.info("removed %s, which a server that died had left", path)
-                memory = PoolMemory(depot_config, config.mapping_directory(), name=name)
-            except OSError as error:
-                raise ConfigError(f"--mapping-dir: {error}") from None
+        _require_room_for_books(config, depot_config)
+        # Before the books are made, so that a pool that does not fit is refused at once.
+        memory = None if config.no_memory else _make_memory(config, depot_config)
         try:
             depot = Depot(depot_config)
         except BaseException:
@@ -96,20 +88,29 @@ class Server:
         names = (*services, health.SERVICE, reflect.SERVICE)
         register(self._grpc, reflect.SERVICE, reflect.handlers(names))
         host, port = split_address(config.listen, option="--listen")
-        self.port = self._bind(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", "--listen")
+        metrics_host = config.metrics_host or host
+        advice = "stop the server that listens there, or give another HOST:PORT"
+        sockets.require_port(host, port, option="--listen", advice=advice)
         if config.uds:
-            _require_free(Path(config.uds))
-            self._bind(f"unix:{config.uds}", "--uds")
-            Path(config.uds).chmod(0o660)
+            sockets.require_path(Path(config.uds))
+        if not config.no_metrics:
+            advice = "give another port, 0 for a free one, or --no-metrics"
+            sockets.require_port(
+                metrics_host, config.metrics_port, option="--metrics-port", advice=advice
+            )
+        self.port = self._bind(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", "--listen")
         if not config.no_metrics:
             collector = DepotCollector(node, rpcs, asyncio.get_running_loop())
             try:
-                self._metrics = MetricsServer(
-                    collector, config.metrics_host or host, config.metrics_port
-                )
+                self._metrics = MetricsServer(collector, metrics_host, config.metrics_port)
             except OSError as error:
-                raise ConfigError(f"--metrics-port: {error}") from None
+                raise ConfigError(
+                    f"--metrics-port: {metrics_host}:{config.metrics_port}: {error.strerror}"
+                ) from None
             self.metrics_port = self._metrics.port
+        if config.uds:
+            self._bind(f"unix:{config.uds}", "--uds")
+            Path(config.uds).chmod(0o660)
         await self._grpc.start()
 
     def _bind(self, address: str, option: str) -> int:
@@ -174,21 +175,37 @@ def _channel_options(config: ServerConfig) -> list[tuple[str, int]]:
     ]
 
 
-def _require_free(path: Path) -> None:
-    """A socket left behind by a dead server is no obstacle; a live server's, or a file, is."""
+def _require_room_for_books(config: ServerConfig, depot_config: DepotConfig) -> None:
+    needed = headroom.books_bytes(depot_config)
+    limit = config.max_books_bytes
+    allowed = headroom.available_bytes() if limit is None else limit
+    if allowed is not None and needed > allowed:
+        whose = "the machine has" if limit is None else "--max-books-bytes allows"
+        raise ConfigError(
+            f"the books of {depot_config.kv_cache.num_blocks} blocks take about {needed} bytes of "
+            f"memory, {whose} {allowed}: name fewer blocks"
+            + (", or the limit with --max-books-bytes" if limit is None else "")
+        )
+
+
+def _make_memory(config: ServerConfig, depot_config: DepotConfig) -> PoolMemory:
+    directory = config.mapping_directory()
     try:
-        mode = path.stat().st_mode
-    except FileNotFoundError:
-        return
-    if not stat.S_ISSOCK(mode):
-        raise ConfigError(f"--uds: {path} exists and is not a socket")
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink(missing_ok=True)
-        else:
-            raise ConfigError(f"--uds: {path} is served already")
+        for path in remove_abandoned(directory):
+            logger.info("removed %s, which a server that died had left", path)
+        return PoolMemory(depot_config, directory, name=f"{os.getpid()}-{secrets.token_hex(4)}")
+    except ResourceExhausted as error:
+        raise ConfigError(
+            f"{error.message} (--num-blocks, --capacity-tokens or --memory-bytes; --mapping-dir)"
+        ) from None
+    except OverflowError:
+        raise ConfigError(
+            f"the pool would have {depot_config.kv_cache.pool_bytes} bytes, more than a file can: "
+            "name fewer blocks"
+        ) from None
+    except OSError as error:
+        reason = error.strerror if Path(directory).is_dir() else "there is no such directory"
+        raise ConfigError(f"--mapping-dir: cannot keep the pool in {directory}: {reason}") from None
 
 
 async def _serve(config: ServerConfig) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kvserver import headroom
 from kvserver.config import ConfigError, is_loopback, parse, split_address
 
 
@@ -49,9 +50,24 @@ def test_precedence(
         pytest.param(["--listen", "example.org:1"], {}, "--insecure-bind", id="a name"),
         pytest.param(["--metrics-host", "0.0.0.0"], {}, "--insecure-bind", id="metrics"),
         pytest.param(
-            ["--num-blocks", "9", "--memory-bytes", "9"], {}, "exclude each other", id="two sizes"
+            ["--num-blocks", "9"],
+            {"KVDEPOT_MEMORY_BYTES": "9"},
+            "--num-blocks and KVDEPOT_MEMORY_BYTES exclude each other",
+            id="two sizes",
         ),
-        pytest.param(["--memory-bytes", "100"], {}, "at least 2", id="too little memory"),
+        pytest.param(
+            ["--memory-bytes", "100"], {}, "--memory-bytes: .* at least 2", id="too little memory"
+        ),
+        pytest.param(["--capacity-tokens", "15"], {}, "--capacity-tokens: 15", id="half a block"),
+        pytest.param(
+            [], {"KVDEPOT_CAPACITY_TOKENS": str(1 << 50)}, "KVDEPOT_CAP.*int32", id="endless"
+        ),
+        pytest.param(["--block-size"], {}, "--block-size: expected one", id="no value"),
+        pytest.param(["--num-block", "9"], {}, "did you mean --num-blocks", id="misspelt flag"),
+        pytest.param(["--num-block=9"], {}, "did you mean --num-blocks", id="misspelt with value"),
+        pytest.param(["--zork"], {}, "--zork is no option; see `kvdepot serve --help`", id="none"),
+        pytest.param(["stray"], {}, "stray is no option", id="stray word"),
+        pytest.param([], {"KVDEPOT_LISTEN": "tcp://10.0.0.1:5"}, "KVDEPOT_LISTEN", id="a URL"),
         pytest.param(["--config", "/nonexistent.yaml"], {}, "--config", id="no such file"),
     ],
 )
@@ -63,7 +79,7 @@ def test_refused(argv: list[str], environ: dict[str, str], named: str) -> None:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        pytest.param("blok-size: 8", "blok-size", id="unknown option"),
+        pytest.param("blok-size: 8", "'blok-size'; did you mean block_size", id="unknown option"),
         pytest.param("- 8", "mapping", id="a list"),
         pytest.param("block-size: [8]", "block-size", id="a list as value"),
         pytest.param("block-size: true", "block-size", id="a boolean as number"),
@@ -75,6 +91,78 @@ def test_refused_file(tmp_path: Path, text: str, named: str) -> None:
     path.write_text(text)
     with pytest.raises(ConfigError, match=named):
         parse([], {"KVDEPOT_CONFIG": str(path)})
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "told"),
+    [
+        pytest.param("KVDEPOT_NUM_BLOKS", "9", "did you mean KVDEPOT_NUM_BLOCKS?", id="misspelt"),
+        pytest.param("KVDEPOT_num_blocks", "9", "did you mean KVDEPOT_NUM_BLOCKS?", id="small"),
+        pytest.param("KVDEPOT_ZORK", "9", "KVDEPOT_ZORK is no option", id="like none"),
+        pytest.param(
+            "KVDEPOT_METRICS_PORT", "tcp://10.0.0.1:9464", "the Service kvdepot-metrics", id="link"
+        ),
+        pytest.param("KVDEPOT_PORT", "tcp://10.0.0.1:50051", None, id="Service kvdepot"),
+        pytest.param("KVDEPOT_PORT_50051_TCP_ADDR", "10.0.0.1", None, id="its address"),
+        pytest.param("KVDEPOT_SERVICE_HOST", "10.0.0.1", None, id="its host"),
+        pytest.param("KVDEPOT_SERVICE_PORT_GRPC", "50051", None, id="its named port"),
+        pytest.param("KVDEPOT_METRICS_SERVICE_HOST", "10.0.0.1", None, id="another Service"),
+        pytest.param("KVDEPOT_SERVER", "127.0.0.1:1", None, id="the commands' variable"),
+        pytest.param("KUBERNETES_PORT", "tcp://10.0.0.1:443", None, id="not ours"),
+    ],
+)
+def test_variables_that_are_no_options(
+    caplog: pytest.LogCaptureFixture, variable: str, value: str, told: str | None
+) -> None:
+    assert parse([], {variable: value}) == parse([], {})
+    if told is None:
+        assert caplog.messages == []
+    else:
+        (message,) = caplog.messages
+        assert told in message and variable in message
+
+
+def test_help_says_what_to_write_and_what_wins(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse(["--help"])
+    assert caught.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for words in ("--listen HOST:PORT", "--layout {block,layer}", "--drain-grace-s SECONDS"):
+        assert words in text
+    assert "VALUE" not in text
+    assert "Flags win over variables, variables over the file" in text
+
+
+@pytest.mark.parametrize(
+    ("files", "available"),
+    [
+        pytest.param({}, None, id="nothing known"),
+        pytest.param({"proc/meminfo": "MemTotal: 9 kB\nMemAvailable:  7 kB\n"}, 7168, id="memory"),
+        pytest.param(
+            {
+                "proc/meminfo": "MemAvailable: 7 kB\n",
+                "proc/self/cgroup": "0::/pod/box\n",
+                "sys/fs/cgroup/pod/box/memory.max": "max\n",
+                "sys/fs/cgroup/pod/memory.max": "5000\n",
+            },
+            5000,
+            id="the group around",
+        ),
+        pytest.param(
+            {
+                "proc/self/cgroup": "3:cpu:/a\n2:memory:/unseen\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "6000\n",
+            },
+            6000,
+            id="version 1 in a container",
+        ),
+    ],
+)
+def test_available_memory(tmp_path: Path, files: dict[str, str], available: int | None) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert headroom.available_bytes(tmp_path) == available
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,12 @@ READY = re.compile(r"kvdepot ready grpc=(\S+) uds=(\S+) metrics=(\S+) epoch=(\S+
 Start = Callable[..., "Process"]
 
 
+def environment() -> dict[str, str]:
+    """This process's, without the server's variables, and with its import path."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVDEPOT_")}
+    return kept | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
 class Process:
     """``python -m kvserver``, announced."""
 
@@ -36,7 +42,7 @@ class Process:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+            env=environment(),
         )
         assert self.popen.stdout is not None
         self.line = self.popen.stdout.readline()
@@ -135,7 +141,21 @@ def test_a_second_signal_skips_the_grace(start: Start) -> None:
     [
         pytest.param(["--listen", "0.0.0.0:0"], "--insecure-bind", id="not loopback"),
         pytest.param(["--num-blocks", "one"], "--num-blocks", id="not a number"),
-        pytest.param(["--mapping-dir", "/nonexistent"], "nonexistent", id="no directory"),
+        pytest.param(
+            ["--mapping-dir", "/nonexistent"],
+            "--mapping-dir: cannot keep the pool in /nonexistent: there is no such directory",
+            id="no directory",
+        ),
+        pytest.param(["--nope"], "--nope is no option", id="unknown flag"),
+        pytest.param(["--uds", "/nonexistent/s"], "no directory /nonexistent", id="no socket dir"),
+        pytest.param(["--uds", "/tmp/" + "s" * 120], "path too long", id="socket path too long"),
+        pytest.param(["--listen", "192.0.2.1:9", "--insecure-bind"], "192.0.2.1:9", id="not ours"),
+        pytest.param(
+            ["--no-memory", "--num-blocks", "2000000000"], "--max-books-bytes", id="endless books"
+        ),
+        pytest.param(
+            ["--num-layers", "4096", "--num-kv-heads", "4096"], "--mapping-dir", id="no room"
+        ),
     ],
 )
 def test_a_configuration_error_is_one_line(flags: list[str], named: str) -> None:
@@ -145,19 +165,33 @@ def test_a_configuration_error_is_one_line(flags: list[str], named: str) -> None
         text=True,
         timeout=60,
         check=False,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        env=environment(),
     )
     assert ended.returncode == 2
     assert named in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
 
 
+def test_books_may_be_limited(serve: Serve) -> None:
+    with pytest.raises(ConfigError, match="--max-books-bytes allows 1000"):
+        serve(max_books_bytes=1000)
+
+
+def test_a_busy_port_is_named(serve: Serve, capfd: pytest.CaptureFixture[str]) -> None:
+    first = serve(no_metrics=False, metrics_port=0)
+    port = first.server.metrics_port
+    with pytest.raises(ConfigError, match=f"--metrics-port: 127.0.0.1:{port} is in use"):
+        serve(no_metrics=False, metrics_port=port)
+    with pytest.raises(ConfigError, match=f"--listen: 127.0.0.1:{first.server.port} is in use"):
+        serve(listen=first.target)
+    # gRPC, which would write lines of its own, was not asked.
+    assert "bind" not in capfd.readouterr().err
+
+
 def test_an_address_is_served_once(serve: Serve, tmp_path: Path) -> None:
     socket = str(tmp_path / "kvdepot.sock")
     first = serve(uds=socket)
-    with pytest.raises(ConfigError, match="--listen"):
-        serve(listen=first.target)
-    with pytest.raises(ConfigError, match="--uds"):
+    with pytest.raises(ConfigError, match="is served already: stop"):
         serve(uds=socket)
     first.open()
     (tmp_path / "file").touch()
