@@ -34,7 +34,8 @@ class BlockPool:
 
     ``enable_kv_cache_events`` records vLLM's feed (``take_events``);
     ``publish_events`` the truth feed (``take_feed``): content as it becomes readable
-    for everybody, and as its last readable copy goes.
+    for everybody, and as its last readable copy goes. ``medium`` is where the truth feed
+    says that it is; vLLM's feed has vLLM's word.
     """
 
     def __init__(
@@ -44,12 +45,14 @@ class BlockPool:
         enable_caching: bool = True,
         enable_kv_cache_events: bool = False,
         publish_events: bool = False,
+        medium: str = MEDIUM,
         residency: ResidencySampler | None = None,
     ) -> None:
         self.config = config
         self.enable_caching = enable_caching
         self.enable_kv_cache_events = enable_kv_cache_events
         self.publish_events = publish_events
+        self.medium = medium
         self.residency = residency
         self.blocks = [KVCacheBlock(block_id) for block_id in range(config.num_blocks)]
         self.null_block = self.blocks[0]
@@ -314,7 +317,7 @@ class BlockPool:
         if isinstance(last, RemovedBlocks) and last.group == group and last.reason == reason:
             last.hashes.append(block_hash)
         else:
-            self._feed.append(RemovedBlocks([block_hash], group, reason))
+            self._feed.append(RemovedBlocks([block_hash], group, self.medium, reason))
 
     def _stored_run(
         self, request: Request, first: int, stop: int, block_size: int, group: int
@@ -334,6 +337,7 @@ class BlockPool:
             lora_name=request.extra.lora_name,
             group=group,
             spec_kind=self.config.groups[group].spec.kind,
+            medium=self.medium,
         )
 
     def _record_stored(

@@ -83,6 +83,7 @@ class Depot:
             config.kv_cache,
             enable_caching=config.enable_caching,
             publish_events=config.publish_events,
+            medium=config.medium,
             residency=self.residency,
         )
         self.sessions: dict[str, Session] = {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from kvcore.events import MEDIUM, AllBlocksCleared, BlockRemoved, BlockStored, Event
+from kvcore.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 
 RUN_BLOCKS_MAX = 32
 """A run's tokens are kept while one of its blocks holds content, so runs are short."""
@@ -30,6 +30,7 @@ class StoredRun:
         "hashes",
         "lora_id",
         "lora_name",
+        "medium",
         "parent_hash",
         "spec_kind",
         "tokens",
@@ -47,6 +48,7 @@ class StoredRun:
         lora_name: str | None,
         group: int,
         spec_kind: str,
+        medium: str,
     ) -> None:
         self.parent_hash = parent_hash
         self.hashes = hashes
@@ -57,6 +59,7 @@ class StoredRun:
         self.lora_name = lora_name
         self.group = group
         self.spec_kind = spec_kind
+        self.medium = medium
 
     def parent_of(self, position: int) -> bytes | None:
         """The hash before that of the block at ``position`` of the run."""
@@ -75,7 +78,7 @@ class StoredRun:
             extra_keys=[None if self.extra_keys is None else self.extra_keys[position]],
             group=self.group,
             spec_kind=self.spec_kind,
-            medium=MEDIUM,
+            medium=self.medium,
         )
 
 
@@ -104,11 +107,12 @@ class StoredBlocks:
 class RemovedBlocks:
     """The last readable copies of these hashes went, in this order, for one reason."""
 
-    __slots__ = ("group", "hashes", "reason")
+    __slots__ = ("group", "hashes", "medium", "reason")
 
-    def __init__(self, hashes: list[bytes], group: int, reason: str) -> None:
+    def __init__(self, hashes: list[bytes], group: int, medium: str, reason: str) -> None:
         self.hashes = hashes
         self.group = group
+        self.medium = medium
         self.reason = reason
 
     def __len__(self) -> int:
@@ -116,12 +120,12 @@ class RemovedBlocks:
 
     def part(self, start: int, stop: int) -> RemovedBlocks:
         """The events ``start`` to ``stop`` of these."""
-        return RemovedBlocks(self.hashes[start:stop], self.group, self.reason)
+        return RemovedBlocks(self.hashes[start:stop], self.group, self.medium, self.reason)
 
     def events(self) -> Iterator[BlockRemoved]:
         """One a block."""
         return (
-            BlockRemoved([block_hash], self.group, MEDIUM, self.reason)
+            BlockRemoved([block_hash], self.group, self.medium, self.reason)
             for block_hash in self.hashes
         )
 

@@ -152,6 +152,8 @@ class DepotConfig:
     weights_revision: str = ""
     layout: str = "block"
     publish_events: bool = True
+    medium: str = "CPU"
+    """Where the bytes are, as the truth feed has it."""
     residency_sample_rate: float = 0.0
     max_sessions: int = 1024
     max_requests_per_session: int = 65536

@@ -42,7 +42,7 @@ def test_a_prompt_is_a_few_entries_and_an_event_a_block() -> None:
             extra_keys=[introduced.extra.of_block(4 * position, 4 * position + 4, position)],
             group=0,
             spec_kind="full_attention",
-            medium="GPU",
+            medium="CPU",
         )
         for position, block_hash in enumerate(hashes)
         if introduced.extra is not None
@@ -57,7 +57,7 @@ def test_a_part_of_an_entry_is_those_of_its_events() -> None:
     assert isinstance(stored, StoredBlocks)
     events = list(stored.events())
     assert list(stored.part(2, 9).part(1, 4).events()) == events[3:6]
-    removed = RemovedBlocks([b"a", b"b", b"c"], 0, "evicted")
+    removed = RemovedBlocks([b"a", b"b", b"c"], 0, "CPU", "evicted")
     assert list(removed.part(1, 3).events()) == list(removed.events())[1:]
 
 

@@ -62,6 +62,7 @@ def test_stored_only_once_ready_then_removed_then_cleared(serve: Serve) -> None:
     first = stored[0][1].block_stored
     assert not first.HasField("parent_block_hash")
     assert first.block_size == BLOCK_SIZE
+    assert first.medium == "CPU"
     assert b"".join(event.block_stored.token_ids for _, event in stored) == PROMPT[:32]
 
     scheduler.admit("b", tokens(*range(100, 111)), step=4, completed_step=3)
@@ -69,6 +70,7 @@ def test_stored_only_once_ready_then_removed_then_cleared(serve: Serve) -> None:
     while len(removed) < 2:
         _, event = next(feed)
         assert event.block_removed.reason == event_pb2.REMOVAL_REASON_EVICTED
+        assert event.block_removed.medium == "CPU"
         removed += event.block_removed.block_hashes
     assert sorted(removed) == sorted(hashes_in(stored))
 

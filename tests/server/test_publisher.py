@@ -100,13 +100,14 @@ def test_entries_of_the_feed_are_sent_as_their_events(num_tokens: int) -> None:
         lora_name="adapter",
         group=0,
         spec_kind="full_attention",
+        medium="CPU",
     )
     entries: list[Entry] = [
         StoredBlocks(run, 0, 31),
-        RemovedBlocks([bytes([number]) * 32 for number in range(250)], 0, "evicted"),
+        RemovedBlocks([bytes([number]) * 32 for number in range(250)], 0, "CPU", "evicted"),
         AllBlocksCleared(2),
         *[StoredBlocks(run, 5, 32)] * 9,
-        RemovedBlocks([b"h" * 32], 0, "evicted"),
+        RemovedBlocks([b"h" * 32], 0, "CPU", "evicted"),
     ]
     events = list(events_of(entries))
 
