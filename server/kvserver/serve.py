@@ -221,7 +221,13 @@ async def _serve(config: ServerConfig) -> None:
     await server.start()
     print(server.ready_line(), flush=True)
     await stopping.wait()
-    logger.info("stopping")
+    if num_sessions := len(server.node.depot.sessions):
+        logger.info(
+            "stopping: %d open sessions get %g s to close; another signal skips that",
+            *(num_sessions, config.drain_grace_s),
+        )
+    else:
+        logger.info("stopping")
     await server.stop(hurry)
 
 

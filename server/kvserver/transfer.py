@@ -77,7 +77,8 @@ class TransferService:
         for position, block_hash in enumerate(request.block_hashes):
             if len(block_hash) != self._hash_bytes:
                 raise InvalidArgument(
-                    f"a hash has {self._hash_bytes} bytes, got {len(block_hash)}",
+                    f"a hash has {self._hash_bytes} bytes ({2 * self._hash_bytes} hex digits), "
+                    f"got {len(block_hash)}",
                     field=f"block_hashes[{position}]",
                 )
         if node.memory is None:

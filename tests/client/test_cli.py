@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,6 +41,7 @@ def test_help_lists_the_commands() -> None:
     assert result.exit_code == 0
     for name in ("serve", "replay", "demo", "stat", "pull", "audit"):
         assert f"\n  {name} " in result.output
+    assert not re.search(r"\.\.\.$", result.output.partition("Commands:")[2], re.MULTILINE)
 
 
 def test_stat(target: str) -> None:
@@ -78,8 +80,9 @@ def test_pull_everything_and_then_by_name(target: str, tmp_path: Path) -> None:
     ("arguments", "status", "message"),
     [
         pytest.param(["pull"], 2, "hashes of blocks, or --all", id="pull-nothing"),
+        pytest.param(["pull", "ab"], 2, "'ab' is no hash: one has 64 hex digits", id="pull-short"),
         pytest.param(["pull", "--all", "00"], 2, "hashes of blocks, or --all", id="pull-both"),
-        pytest.param(["pull", "xyz"], 2, "not hexadecimal", id="pull-no-hash"),
+        pytest.param(["pull", "xy" * 32], 2, "is no hash", id="pull-no-hash"),
         pytest.param(["replay", "/no/such/trace"], 2, "does not exist", id="no-trace"),
         pytest.param(["replay", "--one-by-one"], 2, "--schedulers 1", id="one-by-one-of-two"),
         pytest.param(
@@ -108,10 +111,19 @@ def test_replay_names_the_bad_line_of_a_trace(tmp_path: Path) -> None:
     assert f"{trace}:1" in result.stderr
 
 
-def test_replay_refuses_a_request_larger_than_the_pool() -> None:
-    result = kvdepot("replay", "--requests", "1", "--num-blocks", "4", "--no-bytes", "--json")
-    assert result.exit_code == 1
-    assert "give it more capacity" in result.stderr
+def test_replay_says_how_large_the_pool_must_be() -> None:
+    replay = ("replay", "--requests", "3", "--no-bytes", "--schedulers", "1", "--json")
+    refused = kvdepot(*replay, "--num-blocks", "5")
+    assert refused.exit_code == 1
+    assert refused.stdout == ""
+    assert "trace-2, the largest request" in refused.stderr
+    (size,) = re.findall(r"--num-blocks (\d+)", refused.stderr)
+    assert kvdepot(*replay, "--num-blocks", size).exit_code == 0
+
+
+def test_progress_is_for_terminals(target: str) -> None:
+    for arguments in (("audit",), ("pull", "--all")):
+        assert kvdepot(*arguments, "--server", target).stderr == ""
 
 
 def test_serve_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,10 @@ from dataclasses import asdict
 
 import click
 from rich.console import Console
+from rich.progress import SpinnerColumn, TextColumn
 from rich.table import Table
 
-from kvclient.cli.options import json_option, print_json, progress_console, server_option
+from kvclient.cli.options import json_option, print_json, progress, server_option
 from kvclient.client import Client
 from kvclient.values import Stats
 
@@ -30,9 +31,14 @@ def stat(target: str, as_json: bool) -> None:
 @server_option
 @json_option
 def audit(target: str, as_json: bool) -> None:
-    """Check every invariant of a server's pool; status 1 if one is broken."""
+    """Check every invariant of a server's pool.
+
+    Status 1 if one is broken.
+    """
     # Of a large pool the check takes seconds, in which the server does nothing else.
-    with Client(target, timeout_s=300) as client, progress_console().status("auditing"):
+    waiting = progress(SpinnerColumn(), TextColumn("auditing"))
+    with Client(target, timeout_s=300) as client, waiting:
+        waiting.add_task("")
         report = client.audit()
     if as_json:
         print_json(asdict(report))

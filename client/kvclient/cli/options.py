@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import click
 from rich.console import Console
+from rich.progress import Progress, ProgressColumn
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -37,6 +38,7 @@ def print_json(value: dict[str, Any]) -> None:
     click.echo(json.dumps(value, indent=2))
 
 
-def progress_console() -> Console:
-    """Progress goes to standard error, so that standard output stays clean."""
-    return Console(stderr=True)
+def progress(*columns: ProgressColumn) -> Progress:
+    """Goes to standard error, so that standard output stays clean, and only to a terminal."""
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import BinaryIO
 
 import click
-from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+from rich.progress import MofNCompleteColumn, SpinnerColumn, TextColumn
 
-from kvclient.cli.options import json_option, print_json, progress_console, server_option
+from kvclient.cli.options import json_option, print_json, progress, server_option
 from kvclient.client import Client
 from kvclient.events import BlockStored
 from kvclient.values import BlockStatus
 
 _BLOCKS_A_CALL = 4096
+_HEX_DIGITS = 64
+_HEX_DIGITS_XXHASH = 32
 
 
 @click.command()
@@ -32,7 +34,7 @@ def pull(
     output: BinaryIO | None,
     as_json: bool,
 ) -> None:
-    """Pull blocks by hash (in hex), verify their checksums, and say how each went.
+    """Pull cached blocks by hash (in hex) and verify their checksums.
 
     Status 1 if one is not there.
     """
@@ -41,17 +43,13 @@ def pull(
     counts = dict.fromkeys(BlockStatus, 0)
     num_bytes = 0
     blocks = []
+    named = [_parse(text) for text in hashes]
     with Client(target) as client:
-        wanted = _cached(client, group) if everything else [_parse(text) for text in hashes]
-        with Progress(
-            SpinnerColumn(),
-            TextColumn("pulling"),
-            MofNCompleteColumn(),
-            TextColumn("blocks"),
-            console=progress_console(),
-            transient=True,
-        ) as progress:
-            task = progress.add_task("", total=len(wanted))
+        wanted = _cached(client, group) if everything else named
+        with progress(
+            SpinnerColumn(), TextColumn("pulling"), MofNCompleteColumn(), TextColumn("blocks")
+        ) as bar:
+            task = bar.add_task("", total=len(wanted))
             for start in range(0, len(wanted), _BLOCKS_A_CALL):
                 part = wanted[start : start + _BLOCKS_A_CALL]
                 for block in client.pull_blocks(part, group, checksums=True):
@@ -60,7 +58,7 @@ def pull(
                     if output is not None:
                         output.write(block.data)
                     blocks.append((block.block_hash.hex(), block.status.name.lower()))
-                    progress.advance(task)
+                    bar.advance(task)
     summary = {status.name.lower(): count for status, count in counts.items()}
     # The bytes may go to standard output.
     to_stderr = output is not None and output.name == "<stdout>"
@@ -78,9 +76,16 @@ def pull(
 
 def _parse(text: str) -> bytes:
     try:
-        return bytes.fromhex(text)
+        block_hash = bytes.fromhex(text)
     except ValueError:
-        raise click.BadParameter(f"{text!r} is not hexadecimal", param_hint="HASH") from None
+        block_hash = b""
+    if 2 * len(block_hash) not in (_HEX_DIGITS, _HEX_DIGITS_XXHASH):
+        raise click.BadParameter(
+            f"{text!r} is no hash: one has {_HEX_DIGITS} hex digits "
+            f"({_HEX_DIGITS_XXHASH} under xxhash_cbor)",
+            param_hint="HASH",
+        )
+    return block_hash
 
 
 def _cached(client: Client, group: int) -> list[bytes]:

@@ -11,12 +11,11 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
-    Progress,
     TextColumn,
     TimeElapsedColumn,
 )
 
-from kvclient.cli.options import json_option, print_json, progress_console
+from kvclient.cli.options import json_option, print_json, progress
 
 if TYPE_CHECKING:
     from kvclient.replay.report import Report
@@ -117,7 +116,7 @@ def replay(
     as_json: bool,
     **plain: Any,
 ) -> None:
-    """Drive a server as schedulers do, with the requests of TRACE, and check every byte.
+    """Replay a trace as schedulers would, and check every byte.
 
     TRACE is a .jsonl or .jsonl.gz file in the Mooncake project's format; without it a
     workload of chats is generated. A server is started for it unless --server names one.
@@ -155,7 +154,7 @@ def replay(
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0))
 @json_option
 def demo(num_requests: int, seed: int, as_json: bool) -> None:
-    """Start a server, replay a generated workload on it, and say what one just saw."""
+    """Start a server, replay chats on it, and say what happened."""
     settings = _settings(num_requests=num_requests, seed=seed, max_running=32)
     # Small on purpose: the cache must evict, and at times a request must wait.
     report = _run(settings, None, ["--model", "tiny", "--capacity-tokens", "60000"])
@@ -194,19 +193,17 @@ def _run(settings: ReplaySettings, target: str | None, server_options: list[str]
             server_options += ["--max-model-len", str(max(longest, 131_072))]
         with (
             own_server(server_options) if target is None else nullcontext(target) as address,
-            Progress(
+            progress(
                 TextColumn("replaying"),
                 BarColumn(),
                 MofNCompleteColumn(),
                 TextColumn("requests"),
                 TimeElapsedColumn(),
-                console=progress_console(),
-                transient=True,
-            ) as progress,
+            ) as bar,
         ):
-            task = progress.add_task("", total=len(requests))
-            runner = Runner(address, settings, lambda done: progress.update(task, completed=done))
-            return runner.run()
+            task = bar.add_task("", total=len(requests))
+            runner = Runner(address, settings, lambda done: bar.update(task, completed=done))
+            return runner.run(requests)
     except (ReplayError, TraceError) as error:
         raise click.ClickException(str(error)) from error
     finally:

@@ -65,20 +65,24 @@ class Job:
         return Span(self.request_id, start, self.values[start:stop], blocks)
 
 
+def num_computed_at_last(request: TraceRequest, settings: ReplaySettings) -> int:
+    """Tokens that get slots in all. The last token of an output is sampled, never computed."""
+    num_output = request.output_length if settings.decode else 0
+    return request.input_length + max(0, num_output - 1)
+
+
 def make_job(request: TraceRequest, settings: ReplaySettings) -> Job:
-    """A waiting job. The last token of an output is sampled, never computed."""
+    """A waiting job."""
     tokens = prompt_tokens(request, settings.seed)
-    num_final = len(tokens)
     if settings.decode:
         tokens = np.concatenate([tokens, output_tokens(request, settings.seed)])
-        num_final += max(0, request.output_length - 1)
     return Job(
         request=request,
         tokens=tokens.tobytes(),
         values=prefix_values(tokens),
         unary=_goes_by_unary_calls(request, settings),
         num_known=request.input_length,
-        num_final=num_final,
+        num_final=num_computed_at_last(request, settings),
     )
 
 

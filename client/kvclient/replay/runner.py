@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from kvclient.client import Client
+from kvclient.replay.job import num_computed_at_last
 from kvclient.replay.processes import PeerResult, Progress, peer_process, scheduler_process
 from kvclient.replay.report import Report
 from kvclient.replay.scheduler import ReplayError
 from kvclient.replay.settings import ReplaySettings
 from kvclient.replay.tally import Tally
+from kvclient.replay.trace import TraceRequest
+from kvclient.values import PoolDescription
 
 _START_SECONDS = 60.0
 _END_SECONDS = 120.0
@@ -37,12 +40,16 @@ class Runner:
         self._stop_peer = self._context.Event()
         self._processes: list[BaseProcess] = []
 
-    def run(self) -> Report:
-        """The report. Raises ReplayError, or what the client raises, if it cannot be run."""
+    def run(self, requests: Sequence[TraceRequest]) -> Report:
+        """The report of replaying ``requests``, which are those of the settings.
+
+        Raises ReplayError, or what the client raises, if it cannot be run.
+        """
         settings = self._settings
         try:
             with Client(self._target) as client:
-                client.describe_pool()  # a server that is not there is told at once
+                # A server that is not there, or too small, is told at once.
+                self._require_room(client.describe_pool(), requests)
                 peer = None
                 if settings.follow:
                     peer = self._start(peer_process, settings, self._stop_peer)
@@ -64,6 +71,21 @@ class Runner:
             for process in self._processes:
                 process.join()
         return Report(settings, seconds, tally, seen, stats, violations)
+
+    def _require_room(self, pool: PoolDescription, requests: Sequence[TraceRequest]) -> None:
+        """ReplayError when a request could never run, whatever else is freed."""
+        sizes = [num_computed_at_last(request, self._settings) for request in requests]
+        largest = max(sizes)
+        name = requests[sizes.index(largest)].request_id
+        block_size = pool.groups[0].block_size
+        num_blocks = -(-largest // block_size)
+        if num_blocks > pool.num_blocks - 1:
+            raise ReplayError(
+                f"the pool is too small: {name}, the largest request, needs {num_blocks} blocks of "
+                f"{block_size} tokens, and {pool.num_blocks - 1} can be used; a server with "
+                f"--num-blocks {num_blocks + 1} or --capacity-tokens {num_blocks * block_size} "
+                "can run it"
+            )
 
     def _schedule(self, peer: Connection[Any, Any] | None) -> Tally:
         """Runs the schedulers to the end, or until something is wrong."""

@@ -60,7 +60,6 @@ class Scheduler:
         self._settings = settings
         self._tally = tally
         self._block_size = session.pool.groups[0].block_size
-        self._num_usable_blocks = session.pool.num_blocks - 1
         self._rng = random.Random(settings.seed)
         self._waiting: deque[Job] = deque()
         self._finished: list[Job] = []  # in the last step, by Steps
@@ -272,14 +271,7 @@ class Scheduler:
             request = next(self._requests, None)
             if request is None:
                 break
-            job = make_job(request, self._settings)
-            num_blocks = -(-job.num_final // self._block_size)
-            if num_blocks > self._num_usable_blocks:
-                raise ReplayError(
-                    f"{job.request_id} needs {num_blocks} blocks, the pool has "
-                    f"{self._num_usable_blocks}: give it more capacity"
-                )
-            self._waiting.append(job)
+            self._waiting.append(make_job(request, self._settings))
         return bool(self._waiting)
 
     def _content(self, job: Job) -> Content | None:
