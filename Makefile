@@ -27,6 +27,7 @@ help:
 .venv/.installed: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || test -n "$(PYTHON)" || { echo 'no Python 3.10 to 3.13 here' >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo 'making .venv; the first time takes some minutes' >&2
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  -c constraints.txt -e '.[server,dev]'
 	@touch $@

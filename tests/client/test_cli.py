@@ -88,6 +88,9 @@ def test_pull_everything_and_then_by_name(target: str, tmp_path: Path) -> None:
         pytest.param(
             ["replay", "--num-blocks", "9", "--capacity-tokens", "9"], 2, "exclude", id="two-sizes"
         ),
+        pytest.param(
+            ["replay", "--server", "127.0.0.1:1", "--block-size", "8"], 2, "omit", id="not-its-own"
+        ),
         pytest.param(["replay", "--limit", "0"], 2, "--limit", id="zero-limit"),
         pytest.param(["replay", "--verify-sample", "2"], 2, "--verify-sample", id="too-large"),
         pytest.param(["stat", "--server", "127.0.0.1:1"], 1, "UNAVAILABLE", id="no-server"),
@@ -119,6 +122,15 @@ def test_replay_says_how_large_the_pool_must_be() -> None:
     assert "trace-2, the largest request" in refused.stderr
     (size,) = re.findall(r"--num-blocks (\d+)", refused.stderr)
     assert kvdepot(*replay, "--num-blocks", size).exit_code == 0
+
+
+def test_replay_needs_bytes_to_write() -> None:
+    with serving("--no-memory", "--num-blocks", "5000") as address:
+        replay = ("replay", "--requests", "3", "--server", address)
+        refused = kvdepot(*replay)
+        assert (refused.exit_code, refused.stdout) == (1, "")
+        assert "add --no-bytes" in refused.stderr
+        assert kvdepot(*replay, "--no-bytes").exit_code == 0
 
 
 def test_progress_is_for_terminals(target: str) -> None:

@@ -63,6 +63,15 @@ def test_differences_name_the_blocks() -> None:
     assert differences(theirs, ours) == ["group 0: 1 blocks missing in the mirror: 01"]
 
 
+def test_what_others_write_is_not_judged() -> None:
+    contents = Contents({b"of another trace"})
+    contents.apply([stored(0, 1), stored(1, 2, b"\0")])
+    assert contents.sums == {}
+    contents = Contents({TOKENS[:4].tobytes()})
+    contents.apply([stored(0, 2), stored(2, 1, b"\1")])
+    assert set(contents.sums) == {b"\0", b"\1", b"\2"}
+
+
 def test_contents_follow_the_chain_through_separate_events() -> None:
     contents = Contents()
     contents.apply([stored(0, 1), stored(1, 2, b"\0")])

@@ -11,6 +11,7 @@ import pytest
 
 from kvclient.client import Client
 from kvclient.replay.trace import TRACE_BLOCK_SIZE, TraceRequest, generate_trace, read_trace
+from kvclient.values import Content, Outcome, SlotRequest
 from replay_tools import kvdepot, serving
 
 RPCS = {"AllocateSlots", "CacheBlocks", "Free", "GetComputedBlocks", "Step"}
@@ -141,6 +142,17 @@ def test_wrong_bytes_are_caught_and_named(tmp_path: Path) -> None:
         assert "WRONG" in finished.errors
         # Only bytes were wrong; the books are in order.
         assert kvdepot("audit", "--server", target).status == 0
+
+
+def test_others_may_use_the_server_too(tmp_path: Path) -> None:
+    with serving("--mapping-dir", str(tmp_path), "--capacity-tokens", "200000") as target:
+        with Client(target) as client, client.open_session("another") as session:
+            slots = SlotRequest("a", Content(range(1000)), lookup=True)
+            assert session.allocate_slots(slots).outcome is Outcome.OK
+            session.free("a")  # cached, and no worker ever wrote it
+        finished = kvdepot("replay", "--server", target, "--requests", "30", "--json")
+        assert finished.status == 0, finished.errors
+        assert finished.json["blocks_pulled"] > 0
 
 
 def test_the_demo_says_what_one_saw() -> None:

@@ -14,6 +14,7 @@ from kvclient.replay.trace import (
     VOCABULARY_SIZE,
     TraceError,
     TraceRequest,
+    first_tokens,
     generate_trace,
     output_tokens,
     prompt_tokens,
@@ -59,6 +60,13 @@ def test_names_the_bad_line(tmp_path: Path, line: str, message: str) -> None:
     with pytest.raises(TraceError, match=message) as caught:
         read_trace(path)
     assert f"{path}:2" in str(caught.value)
+
+
+@pytest.mark.parametrize("count", [1, 512, 513, 700, 703, 999])
+def test_first_tokens_are_those_of_prompt_and_answer(count: int) -> None:
+    request = TraceRequest(4, 7, 700, 5, (3, 9))
+    both = np.concatenate([prompt_tokens(request, 2), output_tokens(request, 2)])
+    assert first_tokens(request, count, 2).tolist() == both[:count].tolist()
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\xff\xfe", b"\x1f\x8b broken"])

@@ -36,7 +36,7 @@ def pull(
 ) -> None:
     """Pull cached blocks by hash (in hex) and verify their checksums.
 
-    Status 1 if one is not there.
+    Status 1 if one is not there. With --all --json every hash is listed.
     """
     if bool(hashes) == everything:
         raise click.UsageError("give the hashes of blocks, or --all")

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvclient.replay.settings import ReplaySettings
 
 _CAPACITY_TOKENS = 3_000_000
+_DEFAULT = click.core.ParameterSource.DEFAULT
 _WHOLE_BLOCK = 1 << 20  # a stride ends with its block anyway
 
 
@@ -124,6 +125,11 @@ def replay(
     """
     if num_blocks is not None and capacity_tokens is not None:
         raise click.UsageError("--num-blocks and --capacity-tokens exclude each other")
+    context = click.get_current_context()
+    for name in ("model", "block_size", "capacity_tokens", "num_blocks", "layout"):
+        if target is not None and context.get_parameter_source(name) is not _DEFAULT:
+            flag = "--" + name.replace("_", "-")
+            raise click.UsageError(f"{flag} is for a server of the replay's own; omit --server")
     settings = _settings(
         trace=trace,
         max_running=1 if one_by_one else max_running,

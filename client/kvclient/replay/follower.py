@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 import numpy as np
 
@@ -21,9 +21,14 @@ _REMEMBERED_MAX = 1 << 20  # blocks whose end is kept for their children
 
 
 class Contents:
-    """What each block that is here must hold, from the tokens of its events."""
+    """What each block that is here must hold, from the tokens of its events.
 
-    def __init__(self) -> None:
+    Only of chains that begin with one of ``roots``, the tokens of a first block: others
+    at work on the same server write what they like. None: of all.
+    """
+
+    def __init__(self, roots: Set[bytes] | None = None) -> None:
+        self._roots = roots
         self.sums: dict[bytes, Values] = {}
         self._ends: dict[bytes, tuple[int, int]] = {}  # position and sum after the block
 
@@ -45,6 +50,9 @@ class Contents:
             return
         position, before = end
         size = event.block_size
+        roots = self._roots
+        if not position and roots is not None and event.token_ids[: 4 * size] not in roots:
+            return
         sums = prefix_sums(np.frombuffer(event.token_ids, "<u4"), position, before)
         for index, block_hash in enumerate(event.block_hashes):
             block = sums[index * size : (index + 1) * size]
@@ -58,9 +66,10 @@ class Contents:
 class Follower:
     """A thread on one event stream, resumed whenever it breaks."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, roots: Set[bytes] | None = None) -> None:
         self.mirror = IndexMirror()
-        self.contents = Contents()
+        self.contents = Contents(roots)
+        self._roots = roots
         self.lock = threading.Lock()
         self.num_events = 0
         self.num_resumed = 0
@@ -122,7 +131,7 @@ class Follower:
 
     def _follow(self) -> None:
         if self.mirror.next_sequence is None:  # at first, or cut off within the snapshot
-            self.mirror, self.contents = IndexMirror(), Contents()
+            self.mirror, self.contents = IndexMirror(), Contents(self._roots)
         mirror = self.mirror
         if mirror.next_sequence is None:
             self._stream = self._client.stream_events(snapshot=True)

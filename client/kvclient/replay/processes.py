@@ -24,7 +24,7 @@ from kvclient.replay.puller import Puller
 from kvclient.replay.scheduler import ReplayError, Scheduler
 from kvclient.replay.settings import ReplaySettings
 from kvclient.replay.tally import Tally
-from kvclient.replay.trace import TraceRequest
+from kvclient.replay.trace import TraceRequest, first_tokens
 from kvclient.replay.worker import Worker, WrongBytes
 from kvcore.hashing import ExtraKeys, make_scheme
 
@@ -131,7 +131,7 @@ def peer_process(
     result = PeerResult()
     try:
         with Client(target) as client:
-            follower = Follower(client)
+            follower = Follower(client, _roots(client, settings))
             try:
                 follower.ready.wait(client.timeout_s)
                 connection.send(Progress(-1, 0))
@@ -146,6 +146,15 @@ def peer_process(
     except KVDepotError as error:
         result.failures.append(f"peer: {error}")
     connection.send(result)
+
+
+def _roots(client: Client, settings: ReplaySettings) -> set[bytes]:
+    """What the first blocks of the trace's requests hold, in tokens."""
+    block_size = client.describe_pool().groups[0].block_size
+    return {
+        first_tokens(request, block_size, settings.seed).tobytes()
+        for request in settings.load_trace()
+    }
 
 
 def _pull_until(

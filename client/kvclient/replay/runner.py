@@ -73,7 +73,9 @@ class Runner:
         return Report(settings, seconds, tally, seen, stats, violations)
 
     def _require_room(self, pool: PoolDescription, requests: Sequence[TraceRequest]) -> None:
-        """ReplayError when a request could never run, whatever else is freed."""
+        """ReplayError when a request could never run, or where no bytes are to write."""
+        if self._settings.with_bytes and not pool.mapping_path:
+            raise ReplayError("the server keeps no bytes (--no-memory): add --no-bytes")
         sizes = [num_computed_at_last(request, self._settings) for request in requests]
         largest = max(sizes)
         name = requests[sizes.index(largest)].request_id

@@ -11,7 +11,7 @@ import gzip
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -126,6 +126,16 @@ def prompt_tokens(request: TraceRequest, seed: int = 0) -> Tokens:
     positions = np.arange(TRACE_BLOCK_SIZE, dtype=np.uint64)
     mixed = mix(mix(ids ^ mix(_PROMPT_STREAM + np.uint64(seed))) + positions)
     return _as_tokens(mixed.reshape(-1)[: request.input_length])
+
+
+def first_tokens(request: TraceRequest, count: int, seed: int = 0) -> Tokens:
+    """The first ``count`` tokens of prompt and answer together, or all if they are fewer."""
+    num_prompt = min(count, request.input_length)
+    hash_ids = request.hash_ids[: -(-num_prompt // TRACE_BLOCK_SIZE)]
+    prompt = prompt_tokens(replace(request, input_length=num_prompt, hash_ids=hash_ids), seed)
+    if num_prompt == count:
+        return prompt
+    return np.concatenate([prompt, output_tokens(request, seed)[: count - num_prompt]])
 
 
 def output_tokens(request: TraceRequest, seed: int = 0) -> Tokens:
