@@ -13,6 +13,9 @@ from kvcore.session import Session
 if TYPE_CHECKING:
     from kvcore.depot import Depot
 
+# Reading a member off its enum costs 0.1 us and more on Python 3.11.
+_OK, _RUNNING = Outcome.OK, RequestStatus.RUNNING
+
 
 def admit(
     depot: Depot, session: Session, request: Request, slots: SlotRequest, budget: int | None
@@ -103,9 +106,9 @@ def admit(
     request.remembered_hit_tokens = 0
     if not slots.delay_cache_blocks:
         # Until external bytes are here the request still waits, as in vLLM.
-        request.status = RequestStatus.RUNNING
+        request.status = _RUNNING
     return SlotResult(
-        Outcome.OK,
+        _OK,
         num_new_computed_tokens=claimed,
         num_new_tokens=num_new,
         hit_blocks=manager.empty_kv_cache_blocks.block_ids if hit is None else hit.block_ids,

@@ -130,6 +130,16 @@ class ExtraKeys:
             object.__setattr__(self, "_starts", starts)
             object.__setattr__(self, "_ends_max", tuple(accumulate(ends, max)))
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no block has any."""
+        return not (
+            self.lora_name is not None
+            or self.cache_salt
+            or self.multimodal
+            or self.prompt_embeds_digest
+        )
+
     def of_block(self, start: int, end: int, block_index: int) -> tuple[Any, ...] | None:
         """The keys of the block over tokens [start, end), or None when it has none.
 
@@ -189,7 +199,7 @@ class HashChain(ABC):
         self.block_size = block_size
         self.hashes: list[bytes] = []
         self._extra = extra
-        self._steady_from = extra._steady_from(block_size)
+        self._steady_from = 0 if extra.is_empty else extra._steady_from(block_size)
 
     def extend(self, tokens: bytes | bytearray | memoryview, num_tokens: int) -> None:
         """Hash every full block that is not hashed yet; the cost is per new block.
@@ -345,7 +355,7 @@ class _RunningChain(HashChain):
         self._state = root.copy()
         # _saved[i] is the state before block i * _KVD_STATE_EVERY.
         self._saved = [root]
-        self._steady_frame = self._frame(self._steady_from)
+        self._steady_frame = _KVD_NO_KEYS if extra.is_empty else self._frame(self._steady_from)
         self._blocks_of = blocks_of
 
     def _frame(self, block_index: int) -> bytes:

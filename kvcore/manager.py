@@ -20,7 +20,7 @@ from kvcore.single_type import cdiv
 from kvcore.spec import DepotConfig
 from kvcore.view import PoolView
 
-# Reading a member off its enum costs 0.25 us on Python 3.11.
+# Reading a member off its enum costs 0.1 us and more on Python 3.11.
 _RUNNING = RequestStatus.RUNNING
 
 

@@ -19,6 +19,10 @@ class RequestStatus(Enum):
     PREEMPTED = auto()
 
 
+# Reading a member off its enum costs 0.1 us and more on Python 3.11.
+_WAITING = RequestStatus.WAITING
+
+
 class Request:
     """Tokens are little-endian uint32; every full block of them is hashed as it comes.
 
@@ -61,7 +65,7 @@ class Request:
         self.hash_chain = hash_chain
         self.block_hashes: list[bytes] = [] if hash_chain is None else hash_chain.hashes
         self.extra = extra
-        self.has_extra_keys = extra != NO_EXTRA_KEYS
+        self.has_extra_keys = not extra.is_empty
         self.lora_id = lora_id
         self.num_prompt_tokens = num_prompt_tokens
         self.skip_reading_prefix_cache = skip_reading_prefix_cache
@@ -70,7 +74,7 @@ class Request:
         self.num_tokens = 0
         self.num_computed_tokens = 0
         self.num_preemptions = 0
-        self.status = RequestStatus.WAITING
+        self.status = _WAITING
         # What the last lookup answered, in tokens; AllocateSlots may claim it.
         self.remembered_hit_tokens = 0
         # Leading blocks of the table whose bytes CacheBlocks has confirmed.

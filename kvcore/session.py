@@ -10,6 +10,9 @@ from kvcore.manager import KVCacheBlocks, KVCacheManager
 from kvcore.request import Request, RequestStatus
 from kvcore.spec import DepotConfig
 
+# Reading a member off its enum costs 0.1 us and more on Python 3.11.
+_RUNNING = RequestStatus.RUNNING
+
 
 class Session:
     """Request ids are a session's own; handles are the server's."""
@@ -163,7 +166,9 @@ class Session:
 
     def holds_blocks(self, request: Request) -> bool:
         """Whether the request has a table."""
-        return request.status is RequestStatus.RUNNING or any(
-            request.request_id in manager.req_to_blocks
-            for manager in self.manager.coordinator.managers
-        )
+        if request.status is _RUNNING:
+            return True
+        for manager in self.manager.coordinator.managers:
+            if request.request_id in manager.req_to_blocks:
+                return True
+        return False

@@ -26,6 +26,7 @@ from kvdepot.v1 import cache_pb2, event_pb2, types_pb2
 
 Columns = TypeVar("Columns", Grow, Cache, Free)
 
+_FREE_MODES = {int(mode): mode for mode in FreeMode}
 _NO_GROW, _NO_CACHE, _NO_FREE = Grow(), Cache(), Free()
 _SPEC_KINDS = {"full_attention": types_pb2.SPEC_KIND_FULL_ATTENTION}
 _LAYOUTS = {"block": types_pb2.POOL_LAYOUT_BLOCK, "layer": types_pb2.POOL_LAYOUT_LAYER}
@@ -89,10 +90,10 @@ def slot_request(message: cache_pb2.SlotRequest) -> SlotRequest:
 
 def free_mode(value: int) -> FreeMode:
     """Raises InvalidArgument for FREE_MODE_UNSPECIFIED and unknown numbers."""
-    try:
-        return FreeMode(value)
-    except ValueError:
-        raise InvalidArgument(f"mode {value} is not a FreeMode", field="mode") from None
+    mode = _FREE_MODES.get(value)
+    if mode is None:
+        raise InvalidArgument(f"mode {value} is not a FreeMode", field="mode")
+    return mode
 
 
 def step(message: cache_pb2.StepRequest) -> Step:
