@@ -164,7 +164,7 @@ def test_kvd_sha256_equals_plain(
 
 @each_scheme
 @given(data=st.data(), extra=extras, block_size=st.sampled_from([1, 3, 4, 16]))
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 def test_any_split_gives_the_hashes_of_one_shot(
     scheme_name: str, data: st.DataObject, extra: ExtraKeys, block_size: int
 ) -> None:
@@ -182,7 +182,7 @@ def test_any_split_gives_the_hashes_of_one_shot(
 
 @each_scheme
 @given(data=st.data(), extra=extras)
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 def test_truncate_then_extend_equals_fresh(
     scheme_name: str, data: st.DataObject, extra: ExtraKeys
 ) -> None:
@@ -312,7 +312,7 @@ def test_equal_until_the_first_difference_and_never_again(
 
 @each_scheme
 @given(tokens=st.lists(token_ids, min_size=12, max_size=12), data=st.data())
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 def test_a_changed_token_changes_its_block_and_all_later(
     scheme_name: str, tokens: list[int], data: st.DataObject
 ) -> None:
