@@ -29,7 +29,7 @@ class ReplyWindow:
         try:
             reply = execute()
         except Exception as error:
-            self._answers.append((method, error))
+            self._answers.append((method, _bare(error)))
             raise
         self._answers.append((method, reply))
         return reply
@@ -59,5 +59,12 @@ class ReplyWindow:
                 expected_op_seq=self.expected,
             )
         if isinstance(answer, Exception):
-            raise answer.with_traceback(None)
+            raise _bare(answer)
         return answer
+
+
+def _bare(error: Exception) -> Exception:
+    """The same error without its traceback, whose frames keep the whole request alive."""
+    bare = type(error).__new__(type(error), *error.args)
+    bare.__dict__.update(error.__dict__)
+    return bare

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from weakref import WeakSet
+
 import pytest
 
 from kvcore.errors import FailedPrecondition, InvalidArgument
@@ -64,6 +67,29 @@ def test_an_error_takes_its_number_and_is_answered_again() -> None:
             window.answer(1, "Free", execute)
     assert runs == [1]
     assert run(window, [], 2) == b"reply 2"
+
+
+def test_a_kept_error_keeps_nothing_of_its_call_alive() -> None:
+    class Payload:
+        pass
+
+    window, left = ReplyWindow(4), WeakSet[Payload]()
+
+    def fail() -> None:
+        payload = Payload()
+        left.add(payload)
+
+        def execute() -> bytes:
+            raise InvalidArgument(f"no {id(payload)}", field="mode")
+
+        with pytest.raises(InvalidArgument):
+            window.answer(1, "Free", execute)
+        with pytest.raises(InvalidArgument, match=f"no {id(payload)}"):
+            window.answer(1, "Free", execute)
+
+    fail()
+    gc.collect()
+    assert not left
 
 
 def test_a_number_belongs_to_its_method() -> None:
