@@ -66,4 +66,4 @@ class OutOfRange(KVDepotError):
 
 
 class DataLoss(KVDepotError):
-    """A cursor of an earlier life of the server."""
+    """A cursor of an earlier life of the server, or bytes that are gone."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvcore.errors import AlreadyExists, InvalidArgument, NotFound, ResourceExhausted
+from kvcore.errors import AlreadyExists, DataLoss, InvalidArgument, NotFound, ResourceExhausted
 from kvcore.spec import DepotConfig
 
 if TYPE_CHECKING:
@@ -116,7 +116,11 @@ class PoolMemory:
         return view.transpose(0, 1) if kv_first else view
 
     def block_pages(self, block_id: int, group: int = 0) -> bytes:
-        """A copy of the block's pages, layer by layer of the group."""
+        """A copy of the block's pages, layer by layer of the group.
+
+        DataLoss if somebody cut the file short: it is read as a file, because touching
+        a mapping beyond its file's end would kill the process.
+        """
         if not 0 <= block_id < self.config.kv_cache.num_blocks:
             raise InvalidArgument(f"there is no block {block_id}", field="block_id")
         if not 0 <= group < len(self._by_group):
@@ -125,8 +129,18 @@ class PoolMemory:
         page = self.config.kv_cache.groups[group].spec.page_size_bytes
         starts = [la.offset_bytes + block_id * la.block_stride_bytes for la in layers]
         if all(start == starts[0] + i * page for i, start in enumerate(starts)):
-            return self._mapping[starts[0] : starts[0] + page * len(starts)]
-        return b"".join(self._mapping[start : start + page] for start in starts)
+            return self._read(starts[0], page * len(starts))
+        return b"".join(self._read(start, page) for start in starts)
+
+    def _read(self, offset: int, nbytes: int) -> bytes:
+        read = os.pread(self._fd, nbytes, offset)
+        if len(read) != nbytes:
+            raise DataLoss(
+                f"the pool's file {self.path} was cut short: it ends before {offset + nbytes} of "
+                f"{self.nbytes} bytes; restart the server",
+                reason="MAPPING_TRUNCATED",
+            )
+        return read
 
     def close(self) -> None:
         """Removes the file. May be called again."""

@@ -13,7 +13,13 @@ from pathlib import Path
 import pytest
 
 from kvcore import memory
-from kvcore.errors import AlreadyExists, InvalidArgument, NotFound, ResourceExhausted
+from kvcore.errors import (
+    AlreadyExists,
+    DataLoss,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+)
 from kvcore.memory import PoolMemory, layer_layouts, remove_abandoned
 from kvcore.spec import DepotConfig, FullAttentionSpec, KVCacheConfig, KVCacheGroup
 
@@ -184,3 +190,9 @@ def test_what_a_dead_owner_left_is_removed(tmp_path: Path) -> None:
         assert remove_abandoned(str(tmp_path)) == [str(abandoned)]
         assert Path(alive.path).exists()
         assert (tmp_path / "other.txt").exists()
+
+
+def test_a_file_cut_short_is_data_loss_and_kills_nobody(pool: PoolMemory) -> None:
+    os.truncate(pool.path, 100)
+    with pytest.raises(DataLoss, match="cut short"):
+        pool.block_pages(NUM_BLOCKS - 1)
