@@ -7,7 +7,7 @@ from time import perf_counter
 
 import grpc
 
-from kvcore.errors import Unavailable
+from kvcore.errors import InvalidArgument, ResourceExhausted, Unavailable
 from kvcore.operation import FreeMode
 from kvcore.session import Session
 from kvdepot.v1 import cache_pb2 as pb
@@ -17,6 +17,10 @@ from kvserver.node import Node
 from kvserver.rpc import Context, Handler, Rpcs
 
 SERVICE = pb.DESCRIPTOR.services_by_name["KVCacheService"].full_name
+
+NAME_BYTES_MAX = 256
+# So that one message cannot keep the others waiting for long, and its reply can be sent.
+STEP_OPERATIONS_MAX = 1 << 16
 
 
 class CacheService:
@@ -52,6 +56,10 @@ class CacheService:
 
     def open_session(self, request: pb.OpenSessionRequest) -> bytes:
         """OpenSession."""
+        if len(request.name.encode()) > NAME_BYTES_MAX:
+            raise InvalidArgument(
+                f"a session's name has at most {NAME_BYTES_MAX} bytes", field="name"
+            )
         session = self._node.open_session(request.name, request.fingerprint)
         return pb.OpenSessionResponse(
             session_id=session.session_id,
@@ -138,6 +146,13 @@ class CacheService:
         context: types_pb2.CallContext = request.context
 
         def operate(session: Session) -> pb.StepResponse:
+            num_operations = sum(run.count for run in request.runs)
+            if num_operations > STEP_OPERATIONS_MAX:
+                raise ResourceExhausted(
+                    f"a Step holds at most {STEP_OPERATIONS_MAX} operations, not {num_operations}",
+                    reason="STEP_TOO_LARGE",
+                    field="runs",
+                )
             result = self._depot.step(session, convert.step(request))
             op_seq = context.op_seq if context.HasField("op_seq") else None
             return convert.step_response(result, op_seq=op_seq, epoch=self._epoch)

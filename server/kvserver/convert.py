@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from heapq import heappop, heappush
 from typing import TypeVar
 
 from kvcore.errors import InvalidArgument
@@ -27,6 +29,11 @@ from kvdepot.v1 import cache_pb2, event_pb2, types_pb2
 Columns = TypeVar("Columns", Grow, Cache, Free)
 
 _FREE_MODES = {int(mode): mode for mode in FreeMode}
+# A key is in the hash, and in the event, of each block that it covers.
+EXTRA_KEY_LENGTH_MAX = 512
+MULTIMODAL_ITEMS_MAX = 1 << 16
+MULTIMODAL_OVERLAP_MAX = 8
+
 _NO_GROW, _NO_CACHE, _NO_FREE = Grow(), Cache(), Free()
 _SPEC_KINDS = {"full_attention": types_pb2.SPEC_KIND_FULL_ATTENTION}
 _LAYOUTS = {"block": types_pb2.POOL_LAYOUT_BLOCK, "layer": types_pb2.POOL_LAYOUT_LAYER}
@@ -37,7 +44,24 @@ _REMOVAL_REASONS = {"evicted": event_pb2.REMOVAL_REASON_EVICTED}
 
 
 def extra_keys(message: types_pb2.ExtraKeys) -> ExtraKeys:
-    """Raises InvalidArgument for what cannot enter a hash."""
+    """Raises InvalidArgument for what cannot enter a hash, or would enter too many."""
+    if len(message.multimodal) > MULTIMODAL_ITEMS_MAX:
+        raise InvalidArgument(
+            f"a request has at most {MULTIMODAL_ITEMS_MAX} multimodal items",
+            field="content.extra_keys.multimodal",
+        )
+    texts = [message.lora_name, message.cache_salt]
+    texts += [item.identifier for item in message.multimodal]
+    if max(map(len, texts)) > EXTRA_KEY_LENGTH_MAX:
+        raise InvalidArgument(
+            f"an identifier, LoRA name or cache salt has at most {EXTRA_KEY_LENGTH_MAX} characters",
+            field="content.extra_keys",
+        )
+    if _overlap(message.multimodal) > MULTIMODAL_OVERLAP_MAX:
+        raise InvalidArgument(
+            f"more than {MULTIMODAL_OVERLAP_MAX} multimodal items overlap one another",
+            field="content.extra_keys.multimodal",
+        )
     try:
         return ExtraKeys(
             lora_name=message.lora_name if message.HasField("lora_name") else None,
@@ -50,6 +74,18 @@ def extra_keys(message: types_pb2.ExtraKeys) -> ExtraKeys:
         )
     except ValueError as error:
         raise InvalidArgument(str(error), field="content.extra_keys") from None
+
+
+def _overlap(items: Iterable[types_pb2.MultimodalItem]) -> int:
+    """How many items, which begin in order, lie over one token at most."""
+    ends: list[int] = []
+    most = 0
+    for item in items:
+        while ends and ends[0] <= item.offset:
+            heappop(ends)
+        heappush(ends, item.offset + item.length)
+        most = max(most, len(ends))
+    return most
 
 
 def content(message: cache_pb2.RequestContent) -> Content:

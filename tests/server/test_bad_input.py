@@ -87,6 +87,12 @@ def in_context(**context: Any) -> Call:
 
 CASES = [
     # Who calls.
+    pytest.param(
+        lambda s: s.stub.OpenSession(cache_pb2.OpenSessionRequest(name="n" * 300)),
+        INVALID,
+        "name",
+        id="endless session name",
+    ),
     pytest.param(in_context(session_id=""), INVALID, "session_id", id="no session"),
     pytest.param(in_context(session_id="0" * 36), NOT_FOUND, "session_id", id="unknown session"),
     pytest.param(in_context(epoch="earlier"), PRECONDITION, "epoch", id="earlier epoch"),
@@ -149,6 +155,37 @@ CASES = [
         "extra_keys",
         id="items out of order",
     ),
+    pytest.param(
+        fresh(tokens=PROMPT, extra_keys=types_pb2.ExtraKeys(lora_name="n" * 10_000)),
+        INVALID,
+        "extra_keys",
+        id="endless adapter name",
+    ),
+    pytest.param(
+        fresh(
+            tokens=PROMPT,
+            extra_keys=types_pb2.ExtraKeys(
+                multimodal=[types_pb2.MultimodalItem(identifier="i" * 10_000, offset=1, length=1)]
+            ),
+        ),
+        INVALID,
+        "extra_keys",
+        id="endless identifier",
+    ),
+    pytest.param(
+        fresh(
+            tokens=PROMPT,
+            extra_keys=types_pb2.ExtraKeys(
+                multimodal=[
+                    types_pb2.MultimodalItem(identifier=str(index), offset=index // 4, length=9)
+                    for index in range(12)
+                ]
+            ),
+        ),
+        INVALID,
+        "extra_keys.multimodal",
+        id="items heaped on one token",
+    ),
     # Counts.
     pytest.param(slots(num_new_tokens=0), INVALID, "num_new_tokens", id="no new tokens"),
     pytest.param(slots(num_new_tokens=UINT32_MAX), INVALID, "num_new_tokens", id="too many new"),
@@ -198,7 +235,9 @@ CASES = [
     pytest.param(step(runs=[Run(kind=9, count=1)]), INVALID, "runs", id="kind unknown"),
     pytest.param(step(runs=[Run(kind=2, count=2)]), INVALID, "", id="runs longer than columns"),
     pytest.param(step(runs=[]), INVALID, "", id="columns longer than runs"),
-    pytest.param(step(runs=[Run(kind=2, count=UINT32_MAX)] * 3), INVALID, "", id="endless runs"),
+    pytest.param(
+        step(runs=[Run(kind=2, count=UINT32_MAX)] * 3), EXHAUSTED, "runs", id="endless runs"
+    ),
     pytest.param(step(grow=grow(handles=b"\1\2\3")), INVALID, "grow.handles", id="half a handle"),
     pytest.param(
         step(grow=grow(num_new_tokens=int32s(1, 2))), INVALID, "grow", id="columns of two lengths"
