@@ -177,7 +177,10 @@ class CacheService:
                 counts.add(failed.code.name, perf_counter() - began)
                 await failed.abort(context)
             counts.add("OK", perf_counter() - began)
-            await context.write(reply)
+            try:
+                await context.write(reply)
+            except grpc.aio.InternalError:
+                return  # the client is gone
 
     async def _read(self, context: Context, task: asyncio.Task[None]) -> bytes | None:
         """The next request, None after the last. Ends the stream when the server stops."""

@@ -189,6 +189,10 @@ class ServerConfig:
         5.0, _real(0.01, 3600), "idle time before a heartbeat", "SECONDS"
     )
     max_subscribers: int = _option(1024, _integer(0, 1 << 20), "event subscribers", "N")
+    max_pulls: int = _option(64, _integer(1, 1 << 16), "PullBlocks at a time", "N")
+    pull_stall_s: float = _option(
+        30.0, _real(0.01, 3600), "how long a pull waits for a peer that reads nothing", "SECONDS"
+    )
     drain_grace_s: float = _option(
         10.0, _real(0.0, 3600), "how long a stop waits for sessions", "SECONDS"
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -11,6 +13,7 @@ from typing import Any, TypeAlias, TypeVar
 import grpc
 from google.protobuf.message import Message
 
+from kvcore.errors import ResourceExhausted
 from kvserver.errors import Failure, failure
 
 Request = TypeVar("Request", bound=Message)
@@ -22,6 +25,7 @@ DURATION_BOUNDS_SECONDS = (
     *(0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01),
     *(0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0),
 )
+_ABORT_SECONDS = 1.0
 
 
 class RpcCounts:
@@ -93,14 +97,28 @@ class Rpcs:
             try:
                 await serve(parse(raw), context)
                 code = "OK"
+            except grpc.aio.InternalError:
+                return  # a write to a client that is gone
             except Exception as error:
                 failed = self.failure(error, method)
                 code = failed.code.name
-                await failed.abort(context)
+                # A client that reads no more is told when it does; nobody waits for that.
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(failed.abort(context), _ABORT_SECONDS)
             finally:
                 counts.add(code, perf_counter() - began)
 
         return grpc.unary_stream_rpc_method_handler(call)
+
+
+async def write(context: Context, message: bytes, *, seconds: float) -> None:
+    """Send ``message``. ResourceExhausted if the client takes nothing for so long."""
+    try:
+        await asyncio.wait_for(context.write(message), seconds)
+    except asyncio.TimeoutError:
+        raise ResourceExhausted(
+            f"nothing was read for {seconds:g} s", reason="STALLED", retryable=True
+        ) from None
 
 
 def register(server: grpc.aio.Server, service: str, handlers: dict[str, Any]) -> None:

@@ -78,7 +78,9 @@ class Server:
         services = {
             cache.SERVICE: self._cache.handlers(),
             event.SERVICE: event.EventService(node, rpcs).handlers(),
-            transfer.SERVICE: transfer.TransferService(node, rpcs).handlers(),
+            transfer.SERVICE: transfer.TransferService(
+                node, rpcs, pulls_max=config.max_pulls, stall_seconds=config.pull_stall_s
+            ).handlers(),
             admin.SERVICE: admin.AdminService(node, rpcs).handlers(),
         }
         self._health = health.HealthService(tuple(services), rpcs)

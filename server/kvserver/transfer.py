@@ -9,13 +9,13 @@ from kvcore.hashing import make_scheme
 from kvcore.memory import PoolMemory
 from kvdepot.v1 import transfer_pb2 as pb
 from kvserver.node import Node
-from kvserver.rpc import Context, Handler, Rpcs
+from kvserver.rpc import Context, Handler, Rpcs, write
 
 SERVICE = pb.DESCRIPTOR.services_by_name["KVTransferService"].full_name
 
 MESSAGE_BYTES = 1 << 20
 MESSAGE_BLOCKS_MAX = 4096
-PULL_BLOCKS_MAX = 1 << 20
+PULL_BLOCKS_MAX = 1 << 16
 
 _STATUSES = {
     "ready": pb.BLOCK_STATUS_READY,
@@ -27,9 +27,12 @@ _STATUSES = {
 class TransferService:
     """Describes the pool and copies blocks out of it."""
 
-    def __init__(self, node: Node, rpcs: Rpcs) -> None:
+    def __init__(self, node: Node, rpcs: Rpcs, *, pulls_max: int, stall_seconds: float) -> None:
         self._node = node
         self._rpcs = rpcs
+        self._num_pulls = 0
+        self._pulls_max = pulls_max
+        self._stall_seconds = stall_seconds
         config = node.depot.config
         self._hash_bytes = make_scheme(config.hash_scheme, config.hash_seed).digest_size
         self._block_bytes = [
@@ -52,11 +55,21 @@ class TransferService:
 
     async def _pull_blocks(self, request: pb.PullBlocksRequest, context: Context) -> None:
         memory = self._check(request)
-        start = 0
-        while start < len(request.block_hashes):
-            # Synchronous, so that no block changes between its look-up and its copy.
-            message, start = self._message(request, memory, start)
-            await context.write(message)
+        if self._num_pulls >= self._pulls_max:
+            raise ResourceExhausted(
+                f"{self._num_pulls} pulls are under way, the maximum",
+                reason="TOO_MANY_PULLS",
+                retryable=True,
+            )
+        self._num_pulls += 1
+        try:
+            start = 0
+            while start < len(request.block_hashes):
+                # Synchronous, so that no block changes between its look-up and its copy.
+                message, start = self._message(request, memory, start)
+                await write(context, message, seconds=self._stall_seconds)
+        finally:
+            self._num_pulls -= 1
 
     def _check(self, request: pb.PullBlocksRequest) -> PoolMemory:
         node = self._node

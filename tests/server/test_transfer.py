@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -151,3 +155,76 @@ def test_refused(
 
 def test_no_hashes_are_no_messages(served: Served) -> None:
     assert pull(served, []) == []
+
+
+# Of this model the same block, asked for again and again, is more than anybody buffers.
+LARGE = {"model": "qwen2-0.5b"}
+
+
+def large_request(served: Served) -> transfer_pb2.PullBlocksRequest:
+    scheduler = served.open()
+    scheduler.admit("a", PROMPT)
+    scheduler.cache("a", 10)
+    return transfer_pb2.PullBlocksRequest(block_hashes=ready_hashes(served)[:1] * 2000)
+
+
+def test_a_peer_that_reads_nothing_is_cut_off(serve: Serve) -> None:
+    served = serve(**LARGE, max_pulls=1, pull_stall_s=0.5)
+    request = large_request(served)
+    slow = served.transfer.PullBlocks(request, timeout=30)
+    slow.initial_metadata()
+    detail = refused(
+        lambda: list(served.transfer.PullBlocks(request, timeout=20)),
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+    )
+    assert detail.reason == "TOO_MANY_PULLS" and detail.retryable
+    time.sleep(1.0)
+    # Its place is another's now, though it has not heard that yet.
+    few = transfer_pb2.PullBlocksRequest(block_hashes=request.block_hashes[:1])
+    assert len(list(served.transfer.PullBlocks(few, timeout=20))) == 1
+    assert refused(lambda: list(slow), grpc.StatusCode.RESOURCE_EXHAUSTED).reason == "STALLED"
+    served.assert_clean()
+
+
+def test_a_peer_killed_while_it_pulls_is_no_error(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    served = serve(**LARGE)
+    code = (
+        "import sys, time, grpc\n"
+        "call = grpc.insecure_channel(sys.argv[1]).unary_stream(sys.argv[2])\n"
+        "stream = call(sys.stdin.buffer.read())\n"
+        "next(stream); print('reading', flush=True); time.sleep(60)"
+    )
+    method = "/kvdepot.v1.KVTransferService/PullBlocks"
+    peer = subprocess.Popen(
+        [sys.executable, "-c", code, served.target, method],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert peer.stdin is not None and peer.stdout is not None
+    with peer.stdin as request, peer.stdout as output:
+        request.write(large_request(served).SerializeToString())
+        request.close()
+        assert output.readline() == b"reading\n"
+        peer.kill()
+        peer.wait(20)
+    counts = served.server._rpcs.count("PullBlocks")
+    deadline = time.monotonic() + 20
+    while not counts.codes and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert counts.codes == {"CANCELLED": 1}
+    assert caplog.messages == []
+    served.assert_clean()
+
+
+def test_a_file_cut_short_is_told_and_the_server_goes_on(served: Served) -> None:
+    scheduler = served.open()
+    scheduler.admit("a", PROMPT)
+    scheduler.cache("a", 10)
+    os.truncate(scheduler.opened.pool.mapping_path, 100)
+    hashes = ready_hashes(served)
+    detail = refused(lambda: pull(served, hashes), grpc.StatusCode.DATA_LOSS)
+    assert detail.reason == "MAPPING_TRUNCATED"
+    assert scheduler.free("a").known
+    served.assert_clean()
