@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvcore.hashing import ExtraKeys
     from kvcore.view import PoolView
 
 BlockContent = tuple[bytes | None, bytes, "tuple[Any, ...] | None", int | None, str | None]
@@ -19,6 +20,7 @@ class KVCacheBlock:
         "block_hash",
         "block_id",
         "content",
+        "extra",
         "group",
         "held_by",
         "held_step",
@@ -36,6 +38,8 @@ class KVCacheBlock:
         self.block_hash: bytes | None = None
         # The KV cache group that block_hash belongs to.
         self.group = 0
+        # Of the request that registered block_hash.
+        self.extra: ExtraKeys | None = None
         self.is_null = False
         # Set while block_hash is registered but its bytes are not known to be written.
         self.pending_view: PoolView | None = None
