@@ -431,9 +431,11 @@ class Depot:
         """Every session, open ones first, oldest first. Costs time per request."""
         return list_sessions(self)
 
-    def list_requests(self, session_id: str | None = None, limit: int = 1000) -> list[RequestInfo]:
-        """At most ``limit`` requests, of one session or of all, oldest first."""
-        return list_requests(self, session_id, limit)
+    def list_requests(
+        self, session_id: str | None = None, limit: int = 1000, after_handle: int = 0
+    ) -> list[RequestInfo]:
+        """At most ``limit`` requests after a handle, of one session or of all, oldest first."""
+        return list_requests(self, session_id, limit, after_handle)
 
     def holders(self, limit: int = 100) -> tuple[BlockHolder, ...]:
         """Who has blocks in use, the most first. Costs time per block in use."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import islice
+from heapq import nsmallest
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from kvcore.errors import NotFound
@@ -57,8 +58,14 @@ def list_sessions(depot: Depot) -> list[SessionInfo]:
     ]
 
 
-def list_requests(depot: Depot, session_id: str | None, limit: int) -> list[RequestInfo]:
-    """At most ``limit`` requests, of one session or (None) of all, oldest first."""
+def list_requests(
+    depot: Depot, session_id: str | None, limit: int, after_handle: int = 0
+) -> list[RequestInfo]:
+    """At most ``limit`` requests, of one session or (None) of all, oldest first.
+
+    Only those made after the one with ``after_handle``: handles only rise, so a list that
+    is taken part by part neither repeats nor skips one that is there all the while.
+    """
     if session_id is None:
         sessions = list(depot.sessions.values())
     elif session_id in depot.sessions:
@@ -67,7 +74,16 @@ def list_requests(depot: Depot, session_id: str | None, limit: int) -> list[Requ
         raise NotFound(
             f"session {session_id!r} is not open", reason="UNKNOWN_SESSION", field="session_id"
         )
-    pairs = ((session, request) for session in sessions for request in session.requests.values())
+    pairs = nsmallest(
+        limit,
+        (
+            (request.handle, session, request)
+            for session in sessions
+            for request in session.requests.values()
+            if request.handle > after_handle
+        ),
+        key=itemgetter(0),
+    )
     return [
         RequestInfo(
             session_id=session.session_id,
@@ -82,7 +98,7 @@ def list_requests(depot: Depot, session_id: str | None, limit: int) -> list[Requ
             lora_name=request.extra.lora_name,
             outlived_reset=request.outlived_reset,
         )
-        for session, request in islice(pairs, limit)
+        for _, session, request in pairs
     ]
 
 

@@ -7,6 +7,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from google.protobuf.message import Message
 
@@ -42,9 +43,10 @@ class SessionPolicy:
 
 @dataclass(frozen=True, slots=True)
 class ListedSession:
-    """A session and its lease; a departed one has none (both 0)."""
+    """A session, since when, and its lease; a departed one has none (both 0)."""
 
     info: SessionInfo
+    age_seconds: float
     lease_ttl_seconds: float
     lease_remaining_seconds: float
 
@@ -81,6 +83,7 @@ class Node:
         # Of leases by session id, of quarantines and drains by ("quarantine" or "drain", id).
         self._deadlines = Deadlines(clock)
         self._workers: dict[str, set[Worker]] = {}
+        self._opened_at: WeakKeyDictionary[Session, float] = WeakKeyDictionary()
         self._windows: dict[str, ReplyWindow] = {}
         # So that a CloseSession sent again is answered again.
         self._closed: OrderedDict[str, ReplyWindow] = OrderedDict()
@@ -103,6 +106,7 @@ class Node:
             )
         session = self.depot.open_session(name, fingerprint)
         self._windows[session.session_id] = ReplyWindow(self.policy.reply_window)
+        self._opened_at[session] = time.monotonic()
         self._deadlines.set(session.session_id, ttl, lambda: self._expire(session, ttl))
         return session
 
@@ -141,17 +145,17 @@ class Node:
 
     def list_sessions(self) -> list[ListedSession]:
         """Every session with its lease, open ones first, oldest first."""
-        deadlines = self._deadlines
-        return [
-            ListedSession(info, 0.0, 0.0)
-            if info.departed
-            else ListedSession(
-                info,
-                deadlines.seconds(info.session_id),
-                deadlines.remaining_seconds(info.session_id),
-            )
-            for info in self.depot.list_sessions()
-        ]
+        deadlines, depot, now = self._deadlines, self.depot, time.monotonic()
+        listed = []
+        for info in depot.list_sessions():
+            session_id = info.session_id
+            session = (depot.departed if info.departed else depot.sessions)[session_id]
+            ttl = remaining = 0.0
+            if not info.departed:
+                ttl = deadlines.seconds(session_id)
+                remaining = deadlines.remaining_seconds(session_id)
+            listed.append(ListedSession(info, now - self._opened_at[session], ttl, remaining))
+        return listed
 
     def _expire(self, session: Session, ttl: float) -> None:
         del self._windows[session.session_id]

@@ -55,7 +55,12 @@ def test_stat(target: str) -> None:
 def test_audit(target: str) -> None:
     assert "0 violations" in kvdepot("audit", "--server", target).output
     report = json.loads(kvdepot("audit", "--server", target, "--json").output)
-    assert report == {"violations": [], "num_blocks_checked": 9, "num_requests_checked": 0}
+    assert report == {
+        "violations": [],
+        "num_blocks_checked": 9,
+        "num_requests_checked": 0,
+        "holders": [],
+    }
 
 
 def test_pull_everything_and_then_by_name(target: str, tmp_path: Path) -> None:

@@ -99,6 +99,11 @@ REQUESTS: dict[str, Make] = {
     ),
     "KVAdminService/GetStats": lambda _: admin_pb2.GetStatsRequest(),
     "KVAdminService/Audit": lambda _: admin_pb2.AuditRequest(),
+    "KVAdminService/ListSessions": lambda _: admin_pb2.ListSessionsRequest(),
+    "KVAdminService/ListRequests": lambda c: admin_pb2.ListRequestsRequest(
+        session_id=c.session_id, page_size=3, page_token="1"
+    ),
+    "KVAdminService/EvictBlocks": lambda _: admin_pb2.EvictBlocksRequest(block_ids=[1, 2, 32]),
 }
 REQUESTS["KVCacheService/StepStream"] = REQUESTS["KVCacheService/Step"]
 STREAMED = {"KVEventService/StreamEvents", "KVTransferService/PullBlocks"}

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from kvclient.cli.options import json_option, print_json, progress_console, server_option
 from kvclient.client import Client
-from kvclient.values import Stats
+from kvclient.reports import Stats
 
 
 @click.command()

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from kvclient.client import Client, Session
+from kvclient.client import Client
 from kvclient.errors import KVDepotError
 from kvclient.pool import map_pool
 from kvclient.replay.follower import Follower
@@ -26,6 +26,7 @@ from kvclient.replay.settings import ReplaySettings
 from kvclient.replay.tally import Tally
 from kvclient.replay.trace import TraceRequest
 from kvclient.replay.worker import Worker, WrongBytes
+from kvclient.session import Session
 from kvcore.hashing import ExtraKeys, make_scheme
 
 _PROGRESS_SECONDS = 0.2

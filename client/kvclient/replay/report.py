@@ -10,7 +10,7 @@ import numpy as np
 from kvclient.replay.processes import PeerResult
 from kvclient.replay.settings import ReplaySettings
 from kvclient.replay.tally import Tally
-from kvclient.values import Stats
+from kvclient.reports import Stats
 
 
 @dataclass(frozen=True, slots=True)

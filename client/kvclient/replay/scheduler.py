@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from kvclient.client import Session
 from kvclient.replay.calls import TimedCalls
 from kvclient.replay.job import Job, make_job
 from kvclient.replay.pipeline import Pipeline
@@ -21,6 +20,7 @@ from kvclient.replay.settings import ReplaySettings
 from kvclient.replay.tally import Tally
 from kvclient.replay.trace import TRACE_BLOCK_SIZE, TraceRequest
 from kvclient.replay.worker import Worker
+from kvclient.session import Session
 from kvclient.values import (
     BlockTables,
     Content,
