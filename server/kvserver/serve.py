@@ -21,6 +21,7 @@ from kvcore.errors import KVDepotError
 from kvcore.memory import PoolMemory, remove_abandoned
 from kvserver import admin, cache, event, health, reflect, transfer
 from kvserver.config import ConfigError, ServerConfig, parse, split_address
+from kvserver.deadlines import Clock
 from kvserver.metrics import DepotCollector, MetricsServer
 from kvserver.node import Node, SessionPolicy
 from kvserver.publisher import Publisher
@@ -34,9 +35,12 @@ _STOP_SECONDS = 1.0
 
 
 class Server:
-    """A running node. ``await start()``, then ``await stop()``, on one event loop."""
+    """A running node. ``await start()``, then ``await stop()``, on one event loop.
 
-    def __init__(self, config: ServerConfig) -> None:
+    ``clock`` is what leases run by, the event loop's unless given.
+    """
+
+    def __init__(self, config: ServerConfig, *, clock: Clock | None = None) -> None:
         self.config = config
         self.port = 0
         self.metrics_port: int | None = None
@@ -75,6 +79,7 @@ class Server:
                 reset_deadline_seconds=config.reset_deadline_seconds,
                 worker_heartbeat_seconds=config.worker_heartbeat_s,
             ),
+            clock=clock,
         )
         self._rpcs = Rpcs(depot.epoch, streams_max=config.max_concurrent_streams)
         self._cache = cache.CacheService(self.node, self._rpcs)
