@@ -173,23 +173,30 @@ class Wire:
             raise answer.as_rpc_error()
         return answer
 
-    def break_streams(self) -> None:
-        """Break every open stream."""
-        for stream in list(self.streams):
-            stream.fail(rpc_error(Status.UNAVAILABLE, "the connection broke"))
-
 
 class Channel:
     """What the generated stubs need of a channel."""
 
     def __init__(self, wire: Wire, options: dict[str, Any]) -> None:
         self._wire = wire
+        self._cut_until = 0.0
         config = json.loads(options.get("grpc.service_config", "{}"))
         self._policies = {
             (name["service"], name.get("method")): entry.get("retryPolicy")
             for entry in config.get("methodConfig", ())
             for name in entry["name"]
         }
+
+    def cut_off(self, seconds: float) -> None:
+        """Nothing comes through for so long."""
+        self._cut_until = asyncio.get_running_loop().time() + seconds
+        for stream in [stream for stream in self._wire.streams if stream.channel is self]:
+            stream.fail(rpc_error(Status.UNAVAILABLE, "the connection broke"))
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether nothing comes through."""
+        return asyncio.get_running_loop().time() < self._cut_until
 
     def unary_unary(
         self, path: str, request_serializer: Any, response_deserializer: Any, **_: Any
@@ -206,6 +213,9 @@ class Channel:
             while True:
                 attempts -= 1
                 try:
+                    if self.is_cut:
+                        await asyncio.sleep(LATENCY_SECONDS)
+                        raise rpc_error(Status.UNAVAILABLE, "no route to the server")
                     return await self._wire.unary(path, raw)
                 except grpc.aio.AioRpcError as error:
                     if error.code() is not Status.UNAVAILABLE or not attempts:
@@ -226,7 +236,7 @@ class Channel:
         self, path: str, request_serializer: Any, response_deserializer: Any, **_: Any
     ) -> Any:
         """A bidirectional stream."""
-        return lambda **_: _StreamCall(self._wire, path, request_serializer, response_deserializer)
+        return lambda **_: _StreamCall(self, path, (request_serializer, response_deserializer))
 
     def unary_stream(self, path: str, *_: Any, **__: Any) -> Any:
         """Not on this wire."""
@@ -243,14 +253,16 @@ class Channel:
 class _StreamCall:
     """One stream, with a handler running at its other end."""
 
-    def __init__(self, wire: Wire, path: str, serialize: Any, deserialize: Any) -> None:
-        self._wire, self._path = wire, path
-        self._serialize, self._deserialize = serialize, deserialize
+    def __init__(self, channel: Channel, path: str, convert: tuple[Any, Any]) -> None:
+        self.channel = channel
+        self._wire = wire = channel._wire
+        self._path = path
+        self._serialize, self._deserialize = convert
         self._error: grpc.aio.AioRpcError | None = None
         self._context = Context(lambda raw, reply: wire.tap(path, raw, reply))
         self._task: asyncio.Task[Any] | None = None
         wire.streams.add(self)
-        if wire.handlers is None:
+        if wire.handlers is None or channel.is_cut:
             self.fail(rpc_error(Status.UNAVAILABLE, "connection refused"))
         else:
             self._task = asyncio.get_running_loop().create_task(

@@ -24,6 +24,9 @@ NOT_FOUND = grpc.StatusCode.NOT_FOUND
 EXISTS = grpc.StatusCode.ALREADY_EXISTS
 PRECONDITION = grpc.StatusCode.FAILED_PRECONDITION
 
+INFINITE = float("inf")
+HOLDERS_MAX = 8
+
 Answer = Any
 """The reply's message, or the status code of an error."""
 
@@ -61,6 +64,19 @@ def ints_of(column: bytes) -> list[int]:
     return list(struct.unpack(f"<{len(column) // 4}i", column))
 
 
+Scope = str | None
+"""What a reset is of: the contents with this salt; None: all."""
+
+
+@dataclass(slots=True)
+class Drain:
+    """A reset that waits."""
+
+    drain_id: int
+    scope: Scope
+    deadline: float
+
+
 @dataclass(eq=False, slots=True)
 class Block:
     """``writer`` has not confirmed its bytes; ``keeper`` freed it in a step that may still run."""
@@ -82,7 +98,6 @@ class Request:
     tokens: list[int]
     salt: str
     handle: int
-    generation: int
     table: list[Block] = field(default_factory=list)
     holds: bool = False
     running: bool = False
@@ -93,10 +108,17 @@ class Request:
     preemptions: int = 0
     registered_from: int = 0
     registered_in: int = 0
+    outlived_reset: bool = False
 
     def key(self, position: int, block_size: int) -> Key:
         """What belongs in the block at ``position`` of the table."""
         return self.salt, tuple(self.tokens[: (position + 1) * block_size])
+
+
+class Detached(list[Block]):
+    """Blocks of a detached request."""
+
+    salt = ""
 
 
 @dataclass(eq=False, slots=True)
@@ -105,10 +127,20 @@ class Session:
 
     name: str
     requests: dict[str, Request] = field(default_factory=dict)
-    tickets: dict[int, list[Block]] = field(default_factory=dict)
+    tickets: dict[int, Detached] = field(default_factory=dict)
     step: int = 0
     completed: int = 0
     names_steps: bool = False
+    workers: int = 0
+    lease_seconds: float = INFINITE
+    heard_at: float = 0.0
+    ended_at: float = INFINITE
+
+    @property
+    def num_blocks(self) -> int:
+        """Entries of its tables and tickets."""
+        tables = [request.table for request in self.requests.values()]
+        return sum(map(len, [*tables, *self.tickets.values()]))
 
     def by_handle(self, handle: int) -> Request | None:
         """A request by its number."""
@@ -120,14 +152,27 @@ class Model:
     """One pool, and the sessions on it."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, watermark_blocks: int = 0, max_model_len: int
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        watermark_blocks: int = 0,
+        max_model_len: int,
+        quarantine_seconds: float = INFINITE,
+        reset_deadline_seconds: float = INFINITE,
     ) -> None:
         self.block_size = block_size
         self.watermark_blocks = watermark_blocks
         self.max_model_len = max_model_len
         self.blocks = {block_id: Block(block_id) for block_id in range(1, num_blocks)}
         self.copies: dict[Key, dict[int, Block]] = {}
+        self.quarantine_seconds = quarantine_seconds
+        self.reset_deadline_seconds = reset_deadline_seconds
         self.sessions: list[Session] = []
+        self.departed: list[Session] = []
+        self.drain: Drain | None = None
+        self.ended_drains: dict[int, int | None] = {}
+        self.now = 0.0
         self.generation = 0
         self.evictions = 0
         self.queries = self.hits = self.preempted_queries = self.preempted_hits = 0
@@ -156,6 +201,10 @@ class Model:
             agree(f"blocks.{name}", getattr(stats.blocks, name), number)
         agree("num_sessions", stats.num_sessions, len(self.sessions))
         agree("num_requests", stats.num_requests, sum(len(s.requests) for s in self.sessions))
+        agree("num_departed_sessions", stats.num_departed_sessions, len(self.departed))
+        workers = sum(session.workers for session in (*self.sessions, *self.departed))
+        agree("num_workers", stats.num_workers, workers)
+        agree("reset_pending", stats.reset_pending, self.drain is not None)
         agree("generation", stats.generation, self.generation)
         agree("evictions", stats.evictions, self.evictions)
         agree("queries", stats.prefix_cache_queries, self.queries)
@@ -165,26 +214,72 @@ class Model:
 
     # --- sessions ---------------------------------------------------------------------
 
-    def open(self, name: str) -> Session:
+    def open(self, name: str, lease_seconds: float = INFINITE) -> Session:
         """OpenSession."""
-        session = Session(name)
+        session = Session(name, lease_seconds=lease_seconds, heard_at=self.now)
         self.sessions.append(session)
         return session
 
+    def pass_time(self, now: float) -> None:
+        """Whatever runs out until ``now`` does, in order."""
+        while True:
+            times = [(s.heard_at + s.lease_seconds, s) for s in self.sessions]
+            times += [(s.ended_at + self.quarantine_seconds, s) for s in self.departed]
+            at, session = min(times, key=lambda item: item[0], default=(INFINITE, None))
+            if self.drain is not None and self.drain.deadline <= min(at, now):
+                self.ended_drains[self.drain.drain_id] = None
+                self.drain = None
+                continue
+            if at > now or session is None:
+                break
+            self.now = at
+            if session in self.departed:
+                self._end_quarantine(session)
+            else:
+                self.end(session)
+        self.now = now
+
+    def attach(self, session: Session) -> None:
+        """A worker may write under the session."""
+        session.workers += 1
+
+    def detach(self, session: Session) -> None:
+        """A worker is gone."""
+        session.workers -= 1
+        if session in self.departed and not session.workers:
+            self._end_quarantine(session)
+
+    def _end_quarantine(self, session: Session) -> None:
+        self.departed.remove(session)
+        self._give_up_kept(session)
+
+    def _give_up_kept(self, session: Session) -> None:
+        for block in self.blocks.values():
+            if block.keeper is session:
+                block.keeper = None
+
     def end(self, session: Session) -> int:
         """CloseSession, or the end of a lease; the number of requests freed."""
+        num_requests = len(session.requests)
         for block in self.blocks.values():
             if block.writer is session:
                 self._forget(block)
+        if session.workers:  # whatever is freed from now on is kept from the others
+            session.step += 1
         for request in session.requests.values():
             self._release(session, request.table)
         for blocks in session.tickets.values():
             self._release(session, blocks)
-        for block in self.blocks.values():
-            if block.keeper is session:
-                block.keeper = None
+        session.requests.clear()
+        session.tickets.clear()
         self.sessions.remove(session)
-        return len(session.requests)
+        if session.workers:
+            self.departed.append(session)
+            session.ended_at = self.now
+        else:
+            self._give_up_kept(session)
+        self._settle_drain()
+        return num_requests
 
     def call(self, session: Session, method: str, request: Any, answer: Answer) -> None:
         """Judge one executed call of an open session, and take in what it did."""
@@ -193,6 +288,7 @@ class Model:
             self._begin(session, request.context)
             operate = getattr(self, f"_{method}")
             operate(session, request, answer)
+            self._settle_drain()
         except Refusal as refusal:
             agree(f"{method} {request}", code or "OK", refusal.code)
         else:
@@ -228,7 +324,7 @@ class Model:
         request = self._find(session, call)
         if request.holds:
             raise Refusal(INVALID)
-        hit = self._lookup(session, request)
+        hit = [] if self._holds_off(request) else self._lookup(session, request)
         request.remembered = len(hit) * self.block_size
         reply = _reply(answer)
         agree("hit", reply.num_computed_tokens, request.remembered)
@@ -236,7 +332,7 @@ class Model:
         agree("handle", reply.handle, request.handle)
 
     def _AllocateSlots(self, session: Session, call: Any, answer: Answer) -> None:
-        self._allocate(session, call.slots, getattr(answer, "result", None), None)
+        self._allocate(session, call.slots, getattr(answer, "result", None))
 
     def _CacheBlocks(self, session: Session, call: Any, answer: Answer) -> None:
         request = session.requests.get(call.request_id)
@@ -263,12 +359,96 @@ class Model:
         self._release(session, blocks)
 
     def _ResetPrefixCache(self, session: Session, call: Any, answer: Answer) -> None:
-        if any(block.refs for block in self.blocks.values()):
+        if call.drain_id:
+            self._tell_drain(call.drain_id, answer)
+            return
+        scope = None
+        if call.HasField("scope"):
+            if not call.scope.HasField("cache_salt"):
+                raise Refusal(INVALID)
+            scope = call.scope.cache_salt
+        deadline = self.reset_deadline_seconds
+        if call.HasField("deadline_seconds"):
+            if not 0 < call.deadline_seconds <= deadline:
+                raise Refusal(INVALID)
+            deadline = call.deadline_seconds
+        drain_id = 0
+        if call.mode == pb.RESET_MODE_FORCE:
+            for request in self._holders(scope, tickets=False):
+                request.outlived_reset = True
+            self._clear(scope)
+        elif call.mode == pb.RESET_MODE_DRAIN:
+            if self.drain is None:
+                drain_id = len(self.ended_drains) + 1
+                self.drain = Drain(drain_id, scope, self.now + deadline)
+                self._settle_drain()
+            elif self.drain.scope != scope:
+                raise Refusal(PRECONDITION)
+            else:
+                drain_id = self.drain.drain_id
+            self._tell_drain(drain_id, answer)
+            return
+        elif self._in_use(scope):
             raise Refusal(PRECONDITION)
+        else:
+            self._clear(scope)
+        reply = _reply(answer)
+        agree("reset", (reply.done, reply.generation), (True, self.generation))
+        agree("drain_id", reply.drain_id, 0)
+
+    def _tell_drain(self, drain_id: int, answer: Answer) -> None:
+        pending = self.drain is not None and self.drain.drain_id == drain_id
+        if not pending and drain_id not in self.ended_drains:
+            raise Refusal(NOT_FOUND)
+        reply = _reply(answer)
+        agree("drain_id", reply.drain_id, drain_id)
+        generation = None if pending else self.ended_drains[drain_id]
+        agree("drain done", reply.done, generation is not None)
+        agree("drain abandoned", reply.abandoned, not pending and generation is None)
+        if generation is not None:
+            agree("generation", reply.generation, generation)
+        held: list[int] = []
+        if pending:
+            assert self.drain is not None
+            tables = [request.table for request in self._holders(self.drain.scope)]
+            held = sorted(map(len, tables), reverse=True)[:HOLDERS_MAX]
+        agree("who is waited for", [holder.num_blocks for holder in reply.holders], held)
+
+    def _holders(self, scope: Scope, *, tickets: bool = True) -> list[Request]:
+        """Requests, and detached ones, that hold blocks of the scope."""
+        requests = [
+            request
+            for session in self.sessions
+            for request in (
+                *session.requests.values(),
+                *(self._of_ticket(blocks) for blocks in session.tickets.values() if tickets),
+            )
+        ]
+        return [r for r in requests if r.holds and scope in (None, r.salt)]
+
+    def _of_ticket(self, blocks: Detached) -> Request:
+        """Detached blocks as if they were a request's."""
+        return Request("", [], blocks.salt, 0, table=list(blocks), holds=True)
+
+    def _in_use(self, scope: Scope) -> bool:
+        return any(request.table for request in self._holders(scope))
+
+    def _clear(self, scope: Scope) -> None:
         self.generation += 1
         for block in self.blocks.values():
-            self._forget(block)
-        agree("generation", _reply(answer).generation, self.generation)
+            if block.key is not None and scope in (None, block.key[0]):
+                self._forget(block)
+        if self.drain is not None and scope in (None, self.drain.scope):
+            self.ended_drains[self.drain.drain_id] = self.generation
+            self.drain = None
+
+    def _settle_drain(self) -> None:
+        """A reset that waited for blocks in use is done, if none is any more."""
+        if self.drain is not None and not self._in_use(self.drain.scope):
+            self._clear(self.drain.scope)
+
+    def _holds_off(self, request: Request) -> bool:
+        return self.drain is not None and self.drain.scope in (None, request.salt)
 
     def _CloseSession(self, session: Session, call: Any, answer: Answer) -> None:
         agree("freed", _reply(answer).num_requests_freed, self.end(session))
@@ -299,7 +479,7 @@ class Model:
             raise Refusal(INVALID)
         self.last_handle += 1
         salt = content.extra_keys.cache_salt
-        request = Request(call.request_id, tokens, salt, self.last_handle, self.generation)
+        request = Request(call.request_id, tokens, salt, self.last_handle)
         session.requests[call.request_id] = request
         return request
 
@@ -350,7 +530,25 @@ class Model:
             not block.refs and block.keeper in (None, session) for block in self.blocks.values()
         )
 
-    def _allocate(self, session: Session, slots: Any, result: Any, budget: int | None) -> str:
+    def check_holders(self, no_fit: Any, *, named: bool) -> None:
+        """A refusal names who holds the most, if it is a Step's first."""
+        holds = [(session.num_blocks, False) for session in self.sessions if session.num_blocks]
+        for session in self.departed:
+            kept = sum(block.keeper is session for block in self.blocks.values())
+            holds += [(kept, True)] if kept else []
+        holds.sort(key=lambda hold: -hold[0])
+        found = [(holder.num_blocks, holder.departed) for holder in no_fit.holders]
+        agree("holders", found, holds[:HOLDERS_MAX] if named else [])
+
+    def _allocate(
+        self,
+        session: Session,
+        slots: Any,
+        result: Any,
+        budget: int | None = None,
+        *,
+        name_holders: bool = True,
+    ) -> str:
         """One allocation; the name of its outcome."""
         size = self.block_size
         request = self._find(session, slots)
@@ -360,6 +558,11 @@ class Model:
             raise Refusal(INVALID)
         if request.holds and (claimed or slots.lookup):
             raise Refusal(INVALID)
+        if not request.holds and self._holds_off(request):
+            result = _reply(result)
+            agree("outcome", pb.Outcome.Name(result.outcome), "OUTCOME_RESETTING")
+            agree("handle", result.handle, request.handle)
+            return "RESETTING"
         hit: list[Block] = []
         if slots.lookup:
             hit = self._lookup(session, request)
@@ -408,6 +611,7 @@ class Model:
         if refusal is not None:
             agree("outcome", pb.Outcome.Name(result.outcome), "OUTCOME_NO_FIT")
             agree("no_fit", _no_fit(result.no_fit), refusal)
+            self.check_holders(result.no_fit, named=name_holders)
             return "NO_FIT"
         agree("outcome", pb.Outcome.Name(result.outcome), "OUTCOME_OK")
         agree("num_new_tokens", result.num_new_tokens, new)
@@ -464,6 +668,8 @@ class Model:
             request.table.append(block)
 
     def _register(self, session: Session, request: Request, num_tokens: int) -> None:
+        if request.outlived_reset:
+            return
         full = num_tokens // self.block_size
         for position in range(request.registered, full):
             block = request.table[position]
@@ -493,15 +699,16 @@ class Model:
         request.holds = request.running = False
         request.computed = request.registered = request.confirmed = request.remembered = 0
         request.registered_from = 0
+        request.outlived_reset = False
         if mode == pb.FREE_MODE_PREEMPT:
             request.preemptions += 1
-            request.generation = self.generation
         else:
             del session.requests[request.request_id]
         if mode == pb.FREE_MODE_DETACH and table:
             if ticket == 0 or ticket in session.tickets:
                 raise Divergence(f"ticket {ticket} for detached blocks")
-            session.tickets[ticket] = table
+            session.tickets[ticket] = Detached(table)
+            session.tickets[ticket].salt = request.salt
         else:
             agree("ticket", ticket, 0)
             self._release(session, table)
@@ -540,7 +747,7 @@ class _StepJudge:
     def __init__(self, model: Model, session: Session, call: Any, reply: Any) -> None:
         self.model, self.session, self.call, self.reply = model, session, call, reply
         self.stopping = call.on_no_fit != pb.ON_NO_FIT_CONTINUE
-        self.stopped = False
+        self.stopped = self.refused = False
         self.budget = call.token_budget if call.HasField("token_budget") else None
         self.no_fit: tuple[int, ...] | None = None
         self.done = dict.fromkeys(range(1, 5), 0)
@@ -576,7 +783,10 @@ class _StepJudge:
             return
         try:
             slots = self.call.admissions[at]
-            outcome = self.model._allocate(self.session, slots, result, self.budget)
+            outcome = self.model._allocate(
+                self.session, slots, result, self.budget, name_holders=not self.refused
+            )
+            self.refused = self.refused or outcome == "NO_FIT"
         except Refusal:
             outcome = "INVALID"
         self._outcome(bytes([result.outcome]), 0, outcome)
@@ -627,6 +837,8 @@ class _StepJudge:
         if needed > free:
             if self.no_fit is None:
                 self.no_fit = (needed, free, 0, 0)
+                model.check_holders(self.reply.no_fit, named=not self.refused)
+            self.refused = True
             return "NO_FIT", 0
         registered_from = request.registered
         taken, self.ids = self.ids[:needed], self.ids[needed:]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from random import Random
@@ -21,13 +22,13 @@ from fake_wire import Aborted, Faults, Wire
 from judge import Judge
 from kvclient.aio import Client, Session
 from kvclient.calls import Call
-from kvclient.errors import DeadlineExceeded, KVDepotError, Unavailable
+from kvclient.errors import CacheLost, DeadlineExceeded, KVDepotError, Unavailable
 from kvclient.values import StepMark
 from kvcore.depot import Depot
 from kvcore.spec import DepotConfig, FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvdepot.v1 import cache_pb2 as pb
 from kvserver import cache
-from kvserver.node import Node
+from kvserver.node import Node, SessionPolicy
 from kvserver.publisher import Publisher
 from kvserver.rpc import Rpcs
 from model import Divergence, Model
@@ -37,6 +38,9 @@ BLOCK_SIZE = 2
 NUM_BLOCKS = 17
 MAX_MODEL_LEN = 64
 TIMEOUT_SECONDS = 2.0
+LEASE_SECONDS = 5.0
+QUARANTINE_SECONDS = 3.0
+RESET_SECONDS = 300.0
 
 
 @dataclass
@@ -55,15 +59,11 @@ class Trace:
         return hashlib.sha256("\n".join(self.lines).encode()).hexdigest()
 
 
+_NAMES = re.compile(r'(session_id|epoch): "[^"]*"')
+
+
 def _anonymous(message: Any) -> str:
-    copy = type(message).FromString(message.SerializeToString())
-    for name in ("session_id", "epoch"):
-        if name in copy.DESCRIPTOR.fields_by_name:
-            copy.ClearField(name)
-    if "context" in copy.DESCRIPTOR.fields_by_name:
-        copy.context.ClearField("session_id")
-        copy.context.ClearField("epoch")
-    return str(copy).replace("\n", " ")
+    return _NAMES.sub(r"\1", " ".join(str(message).split()))
 
 
 class Simulation:
@@ -71,7 +71,13 @@ class Simulation:
 
     def __init__(self, seed: int, faults: Faults, *, num_schedulers: int = 3) -> None:
         self.chance = Random(seed)
-        self.model = Model(NUM_BLOCKS, BLOCK_SIZE, max_model_len=MAX_MODEL_LEN)
+        self.model = Model(
+            NUM_BLOCKS,
+            BLOCK_SIZE,
+            max_model_len=MAX_MODEL_LEN,
+            quarantine_seconds=QUARANTINE_SECONDS,
+            reset_deadline_seconds=RESET_SECONDS,
+        )
         self.judge = Judge(self.model)
         self.trace = Trace()
         self.node = make_node()
@@ -79,6 +85,8 @@ class Simulation:
         self.wire.tap = self._see
         self.num_schedulers = num_schedulers
         self.num_calls = 0
+        self.num_lost = 0
+        self.linger_seconds = 0.0
         self.divergence: Exception | None = None
 
     def run(self, num_calls: int) -> Trace:
@@ -110,7 +118,13 @@ class Simulation:
                 for number in range(num_calls):
                     session = sessions[number % len(sessions)]
                     judged = self.judge.sessions[session.session_id]
-                    planned = plan(chance, self.model, judged.session, pipelines=number % 2 == 0)
+                    planned = plan(
+                        chance,
+                        self.model,
+                        judged.session,
+                        pipelines=number % 2 == 0,
+                        hurries=False,
+                    )
                     send = streams[number % len(sessions)]._send
                     await self._call(session, planned, send if planned.method == "Step" else None)
 
@@ -120,9 +134,14 @@ class Simulation:
         with mock.patch.object(
             grpc.aio, "insecure_channel", lambda target, options: self.wire.channel(options)
         ):
-            virtual_time.run(work)
+            virtual_time.run(self._to_the_end(work))
         self.check()
         return self.trace
+
+    async def _to_the_end(self, work: Coroutine[Any, Any, None]) -> None:
+        await work
+        await asyncio.sleep(self.linger_seconds)
+        self.model.pass_time(asyncio.get_running_loop().time())
 
     def check(self) -> None:
         """Raise what diverged, and compare the server's state with the model's."""
@@ -145,6 +164,7 @@ class Simulation:
         if said is grpc.StatusCode.UNAVAILABLE or self.divergence is not None:
             return
         try:
+            self.model.pass_time(now)
             if method == "OpenSession":
                 self.judge.opened(request.name, said)
             else:
@@ -154,26 +174,42 @@ class Simulation:
             self.divergence = error
 
     async def _schedule(self, number: int, num_calls: int) -> None:
-        """One scheduler: opens, calls, at times closes and opens anew."""
+        """One scheduler: opens, calls, and at times closes, or dies without a word."""
         chance = Random(f"{self.chance.random()} {number}")
+        calls_left = num_calls
+        while calls_left and self.divergence is None:
+            life = min(calls_left, chance.randint(1, 2 * num_calls))
+            calls_left -= life
+            await self._live(number, chance, life, dies=chance.random() < 0.3)
+
+    async def _live(self, number: int, chance: Random, num_calls: int, *, dies: bool) -> None:
         async with Client("wire", timeout_s=TIMEOUT_SECONDS) as client:
-            session = await _insist(lambda: client.open_session(f"scheduler {number}"))
+            session = await self._open(client, number)
             stream = session.step_stream()
             pipelines = chance.random() < 0.7
             for _ in range(num_calls):
                 if self.divergence is not None:
                     return
-                if chance.random() < 0.02:
-                    await _insist(session.close)
-                    session = await _insist(lambda: client.open_session(f"scheduler {number}"))
+                if session.lost is not None:
+                    self.num_lost += 1
+                    session = await self._open(client, number)
                     stream = session.step_stream()
-                    continue
+                if chance.random() < 0.02:
+                    client._stubs.channel.cut_off(chance.uniform(0, 3 * LEASE_SECONDS))
                 judged = self.judge.sessions[session.session_id]
                 planned = plan(chance, self.model, judged.session, pipelines=pipelines)
-                send = stream._send if planned.method == "Step" and chance.random() < 0.7 else None
-                await self._call(session, planned, send)
+                by_stream = planned.method == "Step" and chance.random() < 0.7
+                await self._call(session, planned, stream._send if by_stream else None)
                 await asyncio.sleep(chance.expovariate(1000))
-            await _insist(session.close)
+            if not dies:
+                await _insist(session.close)
+
+    async def _open(self, client: Client, number: int) -> Session:
+        """A session, if need be the second: the first one's answer may be lost."""
+        session: Session | None = None
+        while session is None:
+            session = await _insist(lambda: client.open_session(f"scheduler {number}"))
+        return session
 
     async def _call(self, session: Session, planned: Planned, send: Any) -> None:
         """One call, until its answer is known; it must be the one that the server gave."""
@@ -189,9 +225,17 @@ class Simulation:
             answer = await session._call(call, send)
         except (Unavailable, DeadlineExceeded):
             answer = await _insist(session.settle)
+        except CacheLost:
+            answer = None
         except KVDepotError as error:
             answer, code = None, type(error).__name__
         if self.divergence is not None:
+            return
+        if session.lost is not None:
+            # The client gives up its lease at once, the server when it hears nothing.
+            told = session.lost.reason != "LEASE_EXPIRED"
+            if told and judged.session in self.model.sessions:
+                raise Divergence(f"{judged.session.name} thinks that it is lost: {session.lost}")
             return
         if judged.expected != op_seq + 1:
             raise Divergence(f"call {op_seq} was done {judged.expected - op_seq} times")
@@ -240,10 +284,18 @@ def make_node(**options: Any) -> Node:
         subscribers_max=16,
         heartbeat_seconds=60.0,
     )
-    return Node(depot, None, publisher, reply_window=8)
+    policy = SessionPolicy(
+        reply_window=8,
+        lease_ttl_seconds=LEASE_SECONDS,
+        lease_ttl_seconds_max=LEASE_SECONDS,
+        quarantine_seconds=QUARANTINE_SECONDS,
+        reset_deadline_seconds=RESET_SECONDS,
+        worker_heartbeat_seconds=1.0,
+    )
+    return Node(depot, None, publisher, policy)
 
 
 def handlers_of(node: Node) -> dict[str, Any]:
     """The handlers that a server registers, by path."""
-    service = cache.CacheService(node, Rpcs(node.depot.epoch))
+    service = cache.CacheService(node, Rpcs(node.depot.epoch, streams_max=64))
     return {f"/{cache.SERVICE}/{name}": handler for name, handler in service.handlers().items()}

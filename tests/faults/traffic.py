@@ -26,20 +26,25 @@ class Planned:
     mark: tuple[int, int] | None
 
 
-def plan(chance: Random, model: Model, session: Session, *, pipelines: bool) -> Planned:
-    """The session's next call; ``pipelines``: it says which steps are in flight."""
+def plan(
+    chance: Random, model: Model, session: Session, *, pipelines: bool, hurries: bool = True
+) -> Planned:
+    """The session's next call.
+
+    ``pipelines``: it says which steps are in flight; ``hurries``: its drains have deadlines.
+    """
     mark = None
     if pipelines:
         step = session.step + chance.choice((0, 1, 1))
         mark = (step, chance.randint(max(session.completed, step - 2), step))
-    make = chance.choice(
-        [_lookup]
-        + [_admit, _claim] * 2
-        + [_grow, _free] * 3
-        + [_cache] * 2
-        + [_return, _step, _step, _step]
-    )
+    make = _reset
+    if chance.random() > 0.04:
+        make = chance.choice(
+            [_lookup, _return] + [_admit, _claim, _cache] * 2 + [_grow, _free, _step] * 3
+        )
     method, request = make(chance, model, session)
+    if not hurries and method == "ResetPrefixCache":
+        request.ClearField("deadline_seconds")
     return Planned(method, request, mark)
 
 
@@ -177,6 +182,18 @@ def _free(chance: Random, model: Model, session: Session) -> tuple[str, Any]:
 def _return(chance: Random, model: Model, session: Session) -> tuple[str, Any]:
     ticket = chance.choice([*session.tickets, 99])
     return "ReturnBlocks", pb.ReturnBlocksRequest(ticket=ticket)
+
+
+def _reset(chance: Random, model: Model, session: Session) -> tuple[str, Any]:
+    """Of the pool or of a salt, in any mode; or a question about a drain."""
+    call = pb.ResetPrefixCacheRequest(mode=chance.choice((0, 1, 2, 2, 3)))
+    if chance.random() < 0.4:
+        call.scope.cache_salt = chance.choice(("", "salt"))
+    if chance.random() < 0.5:
+        call.deadline_seconds = chance.choice((0.0, 0.05, 0.5))
+    if chance.random() < 0.3:
+        call.drain_id = chance.randint(1, 3)
+    return "ResetPrefixCache", call
 
 
 def _step(chance: Random, model: Model, session: Session) -> tuple[str, Any]:

@@ -6,6 +6,7 @@ import asyncio
 import selectors
 from collections.abc import Coroutine
 from typing import Any, TypeVar
+from unittest import mock
 
 Result = TypeVar("Result")
 
@@ -38,12 +39,13 @@ def run(work: Coroutine[Any, Any, Result]) -> Result:
     """The result of a coroutine on a virtual loop of its own; nothing of it is left behind."""
     loop = VirtualLoop()
     asyncio.set_event_loop(loop)
-    try:
-        return loop.run_until_complete(work)
-    finally:
-        tasks = asyncio.all_tasks(loop)
-        for task in tasks:
-            task.cancel()
-        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        asyncio.set_event_loop(None)
-        loop.close()
+    with mock.patch("time.monotonic", loop.time):
+        try:
+            return loop.run_until_complete(work)
+        finally:
+            tasks = asyncio.all_tasks(loop)
+            for task in tasks:
+                task.cancel()
+            loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            asyncio.set_event_loop(None)
+            loop.close()
