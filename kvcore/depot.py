@@ -60,6 +60,7 @@ class DepotStats:
     num_requests: int
     # Over, and held by workers that were attached under them.
     num_departed_sessions: int
+    # Attached under open and departed sessions.
     num_workers: int
     prefix_cache_queries: int
     prefix_cache_hits: int
