@@ -68,7 +68,7 @@ def session_holds(depot: Depot) -> tuple[SessionHold, ...]:
     holds = [
         SessionHold(session.session_id, session.name, num_blocks)
         for session in depot.sessions.values()
-        if (num_blocks := session.num_blocks)
+        if (num_blocks := session.num_blocks + session.view.num_held_blocks)
     ]
     holds += [
         SessionHold(session.session_id, session.name, num_blocks, departed=True)

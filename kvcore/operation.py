@@ -85,7 +85,8 @@ class SlotRequest:
 
 @dataclass(frozen=True, slots=True)
 class SessionHold:
-    """Blocks that a session keeps from the others: entries of its tables and tickets.
+    """Blocks that a session keeps from the others: entries of its tables and tickets, and
+    what it freed in steps that may still write.
 
     ``departed``: the session is over, and workers attached under it may still write.
     """

@@ -227,10 +227,13 @@ class Node:
 
         def execute() -> bytes:
             try:
-                session.begin(
-                    context.step if context.HasField("step") else None,
-                    context.completed_step if context.HasField("completed_step") else None,
-                )
+                has = context.HasField
+                # A session that ends says nothing of the step before: it may have failed.
+                if method != "CloseSession" or has("step") or has("completed_step"):
+                    session.begin(
+                        context.step if has("step") else None,
+                        context.completed_step if has("completed_step") else None,
+                    )
                 return operate(session).SerializeToString()
             finally:
                 self.publish()

@@ -285,7 +285,9 @@ class Model:
         """Judge one executed call of an open session, and take in what it did."""
         code = answer if isinstance(answer, grpc.StatusCode) else None
         try:
-            self._begin(session, request.context)
+            # A session that ends says nothing of the step before.
+            if method != "CloseSession" or request.context.HasField("step"):
+                self._begin(session, request.context)
             operate = getattr(self, f"_{method}")
             operate(session, request, answer)
             self._settle_drain()
@@ -532,10 +534,11 @@ class Model:
 
     def check_holders(self, no_fit: Any, *, named: bool) -> None:
         """A refusal names who holds the most, if it is a Step's first."""
-        holds = [(session.num_blocks, False) for session in self.sessions if session.num_blocks]
-        for session in self.departed:
+        holds = []
+        for session in (*self.sessions, *self.departed):
             kept = sum(block.keeper is session for block in self.blocks.values())
-            holds += [(kept, True)] if kept else []
+            if session.num_blocks + kept:
+                holds.append((session.num_blocks + kept, session in self.departed))
         holds.sort(key=lambda hold: -hold[0])
         found = [(holder.num_blocks, holder.departed) for holder in no_fit.holders]
         agree("holders", found, holds[:HOLDERS_MAX] if named else [])
@@ -596,7 +599,7 @@ class Model:
         has_scheduled = not slots.HasField("has_scheduled_reqs") or slots.has_scheduled_reqs
         watermark = 0 if request.running or not has_scheduled else self.watermark_blocks
         free = self.free_blocks(session)
-        cost = sum(not block.refs for block in hit)
+        cost = sum(not block.refs and block.keeper in (None, session) for block in hit)
         have = len(request.table) + len(hit)
         refusal = None
         whole = max(-(-len(request.tokens) // size) - have, 0) + cost

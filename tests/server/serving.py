@@ -27,6 +27,7 @@ from kvdepot.v1 import (
     types_pb2,
 )
 from kvserver.config import ServerConfig
+from kvserver.deadlines import Clock
 from kvserver.serve import Server
 
 Answer = TypeVar("Answer")
@@ -222,12 +223,12 @@ Serve = Callable[..., Served]
 def serving(directory: Path) -> Iterator[Serve]:
     """Starts servers; keywords are ServerConfig's. All stop at the end.
 
-    ``prepare`` is called with a server before it starts.
+    With ``clock`` the leases of a server run by it.
     """
     running: list[Served] = []
     loop = event_loop_thread()
 
-    def start(*, prepare: Callable[[Server], None] | None = None, **options: Any) -> Served:
+    def start(*, clock: Clock | None = None, **options: Any) -> Served:
         defaults: dict[str, Any] = {
             "listen": "127.0.0.1:0",
             "no_metrics": True,
@@ -236,9 +237,8 @@ def serving(directory: Path) -> Iterator[Serve]:
             "mapping_dir": str(directory),
             "drain_grace_s": 0.0,
         }
-        server = loop.call(lambda: Server(ServerConfig(**(defaults | options))))
-        if prepare is not None:
-            prepare(server)
+        config = ServerConfig(**(defaults | options))
+        server = loop.call(lambda: Server(config, clock=clock))
         loop.run(server.start())
         channel = grpc.insecure_channel(
             f"127.0.0.1:{server.port}",

@@ -110,7 +110,8 @@ class KVCacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CloseSession(self, request, context):
-        """Frees everything the session holds.
+        """Frees everything the session holds. Without a step in its context it completes none:
+        what was not known to be written is forgotten.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
