@@ -261,3 +261,17 @@ def test_a_workers_end_before_and_after_its_sessions() -> None:
     assert depot.pool.num_free_blocks(stays.view) == 9
     assert not depot.end_quarantine(gone)
     assert depot.audit() == []
+
+
+def test_quarantined_hits_cost_nobody_a_free_block() -> None:
+    """All that is free is quarantined, and the hit is part of it: it fits all the same."""
+    depot = make_depot(5)
+    gone, stays = depot.open_session("gone"), depot.open_session("stays")
+    depot.attach_worker(gone)
+    admit(depot, gone, "a", range(12))
+    gone.begin(None, None)
+    depot.close_session(gone)
+    assert depot.pool.num_free_blocks(stays.view) == 1
+    assert admit(depot, stays, "b", range(13)) == 12
+    assert depot.pool.num_free_blocks(stays.view) == 0
+    assert depot.audit() == []

@@ -3,11 +3,14 @@ on what was computed before a reset."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from building import content, make_depot, token_bytes
+from kvcore.block import KVCacheBlock
 from kvcore.check import check
 from kvcore.errors import FailedPrecondition
 from kvcore.events import AllBlocksCleared, BlockRemoved, BlockStored
@@ -181,19 +184,29 @@ class Sessions(RuleBasedStateMachine):
     @rule(who=st.integers(0, NUM_SESSIONS - 1))
     def die(self, who: int) -> None:
         session = self.sessions[who]
-        tables = [session.manager.get_blocks(name).blocks[0] for name in session.requests]
-        tables += [detached.blocks for detached in session.tickets.values()]
+        # What it shares with another session had been confirmed.
+        shared = {
+            block.block_id
+            for other in self.sessions
+            if other is not session
+            for block in self._blocks_of(other)
+        }
         unfinished = {
             block.block_id
-            for table in tables
-            for block in table
+            for block in self._blocks_of(session)
             if block.block_hash is None or block.pending_view is not None
-        }
+        } - shared
         self.depot.close_session(session)
         if session in self.workers:
             self.written_by_workers[session.session_id] = unfinished
         self.sessions[who] = self._open()
         self.steps[who] = (0, 0)
+
+    def _blocks_of(self, session: Session) -> Iterator[KVCacheBlock]:
+        for name in session.requests:
+            yield from session.manager.get_blocks(name).blocks[0]
+        for detached in session.tickets.values():
+            yield from detached.blocks
 
     @rule(who=st.integers(0, NUM_SESSIONS - 1))
     def attach(self, who: int) -> None:
