@@ -6,13 +6,21 @@ import json
 from typing import Any
 
 from kvclient.calls import client_closed
-from kvdepot.v1 import admin_pb2_grpc, cache_pb2_grpc, event_pb2_grpc, transfer_pb2_grpc
+from kvdepot.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    cache_pb2,
+    cache_pb2_grpc,
+    event_pb2_grpc,
+    transfer_pb2,
+    transfer_pb2_grpc,
+)
 
 TIMEOUT_S = 10.0
 """Of a call. Those of a session use half of it, and the rest for being sent again."""
 MAX_MESSAGE_BYTES = 64 << 20
 BACKOFFS_S = (0.05, 0.2, 0.8)
-"""Waits between attempts on a StepStream; unary calls have the policy below."""
+"""Waits between attempts to open a stream; unary calls have the policy below."""
 
 _RETRY_POLICY = {
     "maxAttempts": len(BACKOFFS_S) + 1,
@@ -21,6 +29,9 @@ _RETRY_POLICY = {
     "backoffMultiplier": 4,
     "retryableStatusCodes": ["UNAVAILABLE"],
 }
+# Streams are not in it. A Step must keep its place in the stream, so there is an own loop
+# for those; and in a process where grpc 1.85 had sent streams again, its connection was now
+# and then read no more.
 _SERVICE_CONFIG = json.dumps(
     {
         "methodConfig": [
@@ -29,9 +40,11 @@ _SERVICE_CONFIG = json.dumps(
                 # OpenSession that was heard twice leaves a session that nobody knows, with
                 # nothing in it; its lease ends it.
                 "name": [
-                    {"service": "kvdepot.v1.KVCacheService"},
-                    {"service": "kvdepot.v1.KVTransferService"},
-                    {"service": "kvdepot.v1.KVAdminService"},
+                    {"service": service.full_name, "method": method.name}
+                    for file in (admin_pb2, cache_pb2, transfer_pb2)
+                    for service in file.DESCRIPTOR.services_by_name.values()
+                    for method in service.methods
+                    if not method.server_streaming
                 ],
                 "retryPolicy": _RETRY_POLICY,
             },

@@ -12,8 +12,8 @@ import grpc
 from kvclient import calls, convert
 from kvclient.attachment import Attachment
 from kvclient.calls import Call, Opening
-from kvclient.channel import MAX_MESSAGE_BYTES, TIMEOUT_S, Stubs, channel_options
-from kvclient.errors import from_rpc_error
+from kvclient.channel import BACKOFFS_S, MAX_MESSAGE_BYTES, TIMEOUT_S, Stubs, channel_options
+from kvclient.errors import Unavailable, from_rpc_error
 from kvclient.events import EventBatch
 from kvclient.keeper import LeaseKeeper
 from kvclient.reports import AuditReport, RequestPage, SessionInfo, Stats
@@ -91,6 +91,11 @@ class Client:
         Until the attachment is closed, or this process ends, the blocks of the session
         are given to nobody else should it end. CacheLost when it has ended already.
         """
+        for backoff_s in BACKOFFS_S:
+            try:
+                return Attachment(self, session_id, epoch, name)
+            except Unavailable:
+                time.sleep(backoff_s)
         return Attachment(self, session_id, epoch, name)
 
     def describe_pool(self) -> PoolDescription:
@@ -140,7 +145,8 @@ class Client:
     ) -> Stream[PulledBlock]:
         """Copies of blocks, one answer a hash, in order; all within ``timeout_s``.
 
-        With ``checksums`` each is verified: DataLoss for one that came damaged.
+        With ``checksums`` each is verified: DataLoss for one that came damaged. A stream
+        that breaks is not begun again.
         """
         request = calls.pull_blocks(block_hashes, group, checksums, fingerprint)
         pull = self._stubs.method("KVTransferService", "PullBlocks")

@@ -79,14 +79,16 @@ class Session:
         return self._lost
 
     def reopen(self) -> Session:
-        """A new session with the same name and options, after this one was lost or closed.
+        """A new session with the same name and options; this one is over.
 
         Nothing of this one is in it: no request, no handle, no ticket; content that was
         confirmed is still a hit if the server lived on. After a restart the pool's
-        mapping is another, too: map it again.
+        mapping is another, too: map it again. If this one is not lost it is closed, or,
+        when the server cannot be reached, left to its lease.
         """
-        if self._lost is None and not self._closed:
-            raise FailedPrecondition("the session is open; close it first", reason="SESSION_OPEN")
+        with contextlib.suppress(KVDepotError):
+            self.close()
+        self._closed = True
         return self.client._open(self._opening)
 
     def get_computed_blocks(

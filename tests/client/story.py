@@ -107,7 +107,6 @@ async def story(client: Any) -> None:
         "no such mode": lambda: session.reset_prefix_cache("gently"),
         "no block": lambda: client.evict_blocks([1, 65]),
         "nobody's worker": lambda: client.attach_worker("nobody", session.epoch),
-        "open already": lambda: session.reopen(),
         "bad mark": lambda: session.free("a", mark=StepMark(1, 2)),
         "bad token": lambda: session.get_computed_blocks("d", [-1]),
         "odd bytes": lambda: session.get_computed_blocks("d", b"\1\2\3"),

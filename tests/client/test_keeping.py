@@ -133,8 +133,6 @@ def test_a_lost_session_says_so_without_asking_and_is_opened_anew(serve: Any) ->
         with pytest.raises(Unavailable) as gone:
             stream.call(admit("b", 1))
         assert not isinstance(gone.value, CacheLost)
-        with pytest.raises(FailedPrecondition, match="close it first"):
-            session.reopen()
         second = serve(listen=first.target)
         until(lambda: is_up(client))
         with pytest.raises(CacheLost) as stale:
@@ -163,8 +161,17 @@ def test_a_lost_session_says_so_without_asking_and_is_opened_anew(serve: Any) ->
             assert fresh.free("a").known is False
             assert fresh.step(admit("a", 1)).admissions[0].handle == 1
             assert client.list_sessions()[0].name == "engine"
-        with pytest.raises(CacheLost):
+        with pytest.raises(FailedPrecondition, match="session is closed"):
             session.free("a")
+
+
+def test_reopening_an_open_session_closes_it(client: Client) -> None:
+    session = client.open_session("engine")
+    session.step(admit("a", 1))
+    with session.reopen() as fresh:
+        assert client.stats().num_requests == 0
+        (listed,) = client.list_sessions()
+        assert (listed.session_id, listed.name) == (fresh.session_id, "engine")
 
 
 def test_a_server_that_cannot_be_reached_ends_a_session_when_the_lease_must_be_gone(

@@ -77,7 +77,6 @@ def test_the_answers(told: dict[str, list[dict[str, Any]]]) -> None:
         ("no such mode", ["InvalidArgument", "INVALID_ARGUMENT", "mode", False]),
         ("no block", ["InvalidArgument", "INVALID_ARGUMENT", "block_ids[1]", False]),
         ("nobody's worker", ["CacheLost", "UNKNOWN_SESSION", "session_id", False]),
-        ("open already", ["FailedPrecondition", "SESSION_OPEN", "", False]),
         ("while detached", ["FailedPrecondition", "DETACHED", "", False]),
         ("after its end", ["CacheLost", "SESSION_ENDED", "", False]),
         (

@@ -48,7 +48,8 @@ class Attachment:
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
 
-    async def _attached(self) -> None:
+    async def _attached(self) -> Attachment:
+        """This, once the server knows of it."""
         timeout_s = self._client.timeout_s
         try:
             await asyncio.wait_for(self._answered.wait(), timeout_s)
@@ -61,6 +62,7 @@ class Attachment:
         except BaseException:
             await self.close()
             raise
+        return self
 
     async def _read(self) -> None:
         try:

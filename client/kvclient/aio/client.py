@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -14,8 +15,8 @@ from kvclient.aio.attachment import Attachment
 from kvclient.aio.keeper import LeaseKeeper
 from kvclient.aio.session import Session
 from kvclient.calls import Call, Opening
-from kvclient.channel import MAX_MESSAGE_BYTES, TIMEOUT_S, Stubs, channel_options
-from kvclient.errors import from_rpc_error
+from kvclient.channel import BACKOFFS_S, MAX_MESSAGE_BYTES, TIMEOUT_S, Stubs, channel_options
+from kvclient.errors import Unavailable, from_rpc_error
 from kvclient.events import EventBatch
 from kvclient.reports import AuditReport, RequestPage, SessionInfo, Stats
 from kvclient.values import PoolDescription, PulledBlock
@@ -91,9 +92,12 @@ class Client:
         Until the attachment is closed, or this process ends, the blocks of the session
         are given to nobody else should it end. CacheLost when it has ended already.
         """
-        attachment = Attachment(self, session_id, epoch, name)
-        await attachment._attached()
-        return attachment
+        for backoff_s in BACKOFFS_S:
+            try:
+                return await Attachment(self, session_id, epoch, name)._attached()
+            except Unavailable:
+                await asyncio.sleep(backoff_s)
+        return await Attachment(self, session_id, epoch, name)._attached()
 
     async def describe_pool(self) -> PoolDescription:
         """What the server's pool is, and where its bytes are."""
@@ -142,7 +146,8 @@ class Client:
     ) -> Stream[PulledBlock]:
         """Copies of blocks, one answer a hash, in order; all within ``timeout_s``.
 
-        With ``checksums`` each is verified: DataLoss for one that came damaged.
+        With ``checksums`` each is verified: DataLoss for one that came damaged. A stream
+        that breaks is not begun again.
         """
         request = calls.pull_blocks(block_hashes, group, checksums, fingerprint)
         pull = self._stubs.method("KVTransferService", "PullBlocks")

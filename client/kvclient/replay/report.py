@@ -101,6 +101,8 @@ class Report:
             "preemptions": tally.preemptions,
             "refusals": tally.refusals,
             "hits_changed": tally.hits_changed,
+            "sessions_reopened": tally.reopened,
+            "requests_readmitted": tally.readmitted,
             "tokens_written": tally.tokens_written,
             "blocks_verified": tally.blocks_verified,
             "blocks_reread": tally.blocks_reread,
