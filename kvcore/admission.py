@@ -36,6 +36,9 @@ def admit(
             field="lookup" if slots.lookup else "num_new_computed_tokens",
         )
 
+    if not running and depot.holds_off(request):
+        return SlotResult(Outcome.RESETTING, handle=request.handle)
+
     hit: KVCacheBlocks | None = None
     if slots.lookup:
         hit, claimed = manager.get_computed_blocks(request)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvcore.feed import StoredRun
+    from kvcore.hashing import ExtraKeys
     from kvcore.view import PoolView
 
 
@@ -18,6 +19,7 @@ class KVCacheBlock:
         "block_id",
         "content",
         "content_position",
+        "extra",
         "group",
         "held_by",
         "held_step",
@@ -35,6 +37,8 @@ class KVCacheBlock:
         self.block_hash: bytes | None = None
         # The KV cache group that block_hash belongs to.
         self.group = 0
+        # Of the request that registered block_hash.
+        self.extra: ExtraKeys | None = None
         self.is_null = False
         # Set while block_hash is registered but its bytes are not known to be written.
         self.pending_view: PoolView | None = None

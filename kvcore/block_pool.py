@@ -6,13 +6,14 @@ when one view uses the pool.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from kvcore.block import FreeKVCacheBlockQueue, KVCacheBlock
 from kvcore.errors import InvalidArgument
 from kvcore.events import MEDIUM, AllBlocksCleared, BlockRemoved, BlockStored, Event
 from kvcore.feed import RUN_BLOCKS_MAX, Entry, RemovedBlocks, StoredBlocks, StoredRun, events_of
+from kvcore.hashing import ExtraKeys
 from kvcore.prefix_index import PrefixIndex
 from kvcore.request import Request
 from kvcore.residency import ResidencySampler
@@ -84,6 +85,11 @@ class BlockPool:
         return self.free_queue.num_free_blocks - self.num_held_blocks + view.num_held_blocks
 
     @property
+    def num_live_blocks(self) -> int:
+        """Blocks that are in use."""
+        return len(self.blocks) - 1 - self.free_queue.num_free_blocks
+
+    @property
     def usage(self) -> float:
         """Share of the blocks that are in use, from 0 to 1; the null block is not counted."""
         num_blocks = len(self.blocks) - 1
@@ -96,7 +102,7 @@ class BlockPool:
         num_held_cached = sum(block.block_hash is not None for block in held)
         num_cached = self.num_cached_blocks - num_held_cached
         return BlockStates(
-            live=len(self.blocks) - 1 - num_free,
+            live=self.num_live_blocks,
             cached=num_cached,
             quarantined=len(held),
             free=num_free - num_cached - len(held),
@@ -191,6 +197,7 @@ class BlockPool:
             assert block.block_hash is None
             block.block_hash = block_hash
             block.group = group
+            block.extra = request.extra
             # The first copy is the usual case, which costs no call.
             if entries.setdefault(block_hash, block) is not block:
                 index.insert(block_hash, block)
@@ -241,6 +248,14 @@ class BlockPool:
         elif self.residency is not None:
             self.residency.on_evicted(block)
 
+    def forget_matching(self, matches: Callable[[ExtraKeys], bool]) -> None:
+        """Forget every block whose content's extra keys match. Costs time per block."""
+        for block in self.blocks:
+            if block.extra is not None and matches(block.extra):
+                self._drop_content(block, "reset")
+                if block.ref_cnt == 0:
+                    self.num_cached_blocks -= 1
+
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Forget the blocks of these ids. Nothing is done if one is out of range."""
         checked = list(block_ids)
@@ -254,13 +269,19 @@ class BlockPool:
 
     def reset(self, generation: int = 0) -> bool:
         """Forget all content, if no block is in use; otherwise do nothing: False."""
-        if self.free_queue.num_free_blocks != len(self.blocks) - 1:
+        if self.num_live_blocks:
             return False
+        self.clear(generation)
+        return True
+
+    def clear(self, generation: int) -> None:
+        """Forget all content, also that of blocks in use, which keep their references."""
         for index in self.indexes:
             index.entries.clear()
         self.num_cached_blocks = 0
         for block in self.blocks:
             block.block_hash = None
+            block.extra = None
             block.content = None
             block.pending_view = None
         if self.residency is not None:
@@ -269,7 +290,6 @@ class BlockPool:
             self._events.append(AllBlocksCleared(generation))
         if self.publish_events:
             self._feed.append(AllBlocksCleared(generation))
-        return True
 
     def take_events(self) -> list[Event]:
         """vLLM's feed since the last call."""
@@ -296,7 +316,7 @@ class BlockPool:
         copies = self.indexes[block.group].copies(block.block_hash)
         return any(copy is not block and copy.pending_view is None for copy in copies)
 
-    def _drop_content(self, block: KVCacheBlock) -> None:
+    def _drop_content(self, block: KVCacheBlock, reason: str = "evicted") -> None:
         block_hash = block.block_hash
         assert block_hash is not None
         residency = self.residency
@@ -304,11 +324,12 @@ class BlockPool:
             residency.on_evicted(block)
         copies_left = self.indexes[block.group].remove(block_hash, block)
         if self.enable_kv_cache_events:
-            self._events.append(BlockRemoved([block_hash], block.group, MEDIUM))
+            self._events.append(BlockRemoved([block_hash], block.group, MEDIUM, reason))
         was_readable = block.pending_view is None and block.content is not None
         if was_readable and not (copies_left and self._has_ready(block)):
-            self._record_removed(block_hash, block.group, "evicted")
+            self._record_removed(block_hash, block.group, reason)
         block.block_hash = None
+        block.extra = None
         block.content = None
         block.pending_view = None
 

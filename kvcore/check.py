@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvcore.block import KVCacheBlock
 from kvcore.block_pool import BlockPool
+from kvcore.holders import block_holders
 from kvcore.manager import KVCacheManager
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ def check(subject: KVCacheManager | Depot) -> list[str]:
         detached = [
             block
             for session in subject.sessions.values()
-            for blocks in session.tickets.values()
-            for block in blocks
+            for ticket in session.tickets.values()
+            for block in ticket.blocks
         ]
         return [
             *_check_pool(subject.pool, subject.pool.free_queue.block_ids()),
@@ -73,8 +74,10 @@ def _check_pool(pool: BlockPool, free_ids: list[int]) -> Iterable[str]:
             yield f"{name}: has a hash: {block.block_hash is not None}, is in the index: " + str(
                 indexed[block.block_id]
             )
-        if block.block_hash is None and (block.content or block.pending_view):
+        if block.block_hash is None and (block.content or block.pending_view or block.extra):
             yield f"{name}: has content or is pending without a hash"
+        if block.block_hash is not None and block.extra is None:
+            yield f"{name}: has a hash, and nothing says of which extra keys"
         if block.pending_view is not None and block.pending_view not in pool.views:
             yield f"{name}: pending for a view that is closed"
         if block.held_by is not None:
@@ -131,6 +134,27 @@ def _check_depot(depot: Depot) -> Iterable[str]:
             for request_id in group.req_to_blocks:
                 if request_id not in session.requests:
                     yield f"session {session.session_id}: blocks of unknown request {request_id}"
+        num_tokens = sum(request.num_tokens for request in session.requests.values())
+        if session.num_tokens != num_tokens:
+            yield (
+                f"session {session.session_id}: counts {session.num_tokens} tokens, "
+                f"holds {num_tokens}"
+            )
+        for request in session.requests.values():
+            if request.outlived_reset and not session.holds_blocks(request):
+                yield f"request {request.request_id}: outlived a reset without blocks"
+    views = [session.view for session in (*depot.sessions.values(), *depot.departed.values())]
+    if set(map(id, views)) != set(map(id, depot.pool.views)):
+        yield f"pool: {len(depot.pool.views)} views, of {len(views)} sessions"
+    for session in depot.departed.values():
+        name = f"departed session {session.session_id}"
+        if session.session_id in depot.sessions or not session.num_workers:
+            yield f"{name}: is open, or has no worker"
+        if session.requests or session.num_blocks:
+            yield f"{name}: holds requests or blocks"
+    drain = depot.resets.drain
+    if drain is not None and not any(block_holders(depot, drain.scope)):
+        yield f"drain {drain.drain_id}: waits for nobody"
     total = sum(depot.pool.states())
     if total != len(depot.pool.blocks) - 1:
         yield f"pool: the states of {len(depot.pool.blocks) - 1} blocks sum to {total}"

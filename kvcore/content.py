@@ -91,6 +91,7 @@ def _introduce(depot: Depot, session: Session, request_id: str, content: Content
         skip_reading_prefix_cache=content.skip_reading_prefix_cache,
         handle=depot.last_handle + 1,
     )
+    session.require_room()
     write_tokens(session, request, 0, content.tokens)
     session.add(request)
     depot.last_handle += 1
@@ -116,10 +117,19 @@ def write_tokens(session: Session, request: Request, offset: int, tokens: bytes)
             f"token_offset {offset} is beyond the {request.num_tokens} tokens held",
             field="content.token_offset",
         )
-    if offset == request.num_tokens:
+    num_tokens_before = request.num_tokens
+    if end > num_tokens_before:
+        session.require_token_room(end - num_tokens_before)
+    if offset == num_tokens_before:
         if tokens:
             request.append(tokens)
-        return
+    else:
+        _rewrite(session, request, offset, tokens)
+    session.num_tokens += request.num_tokens - num_tokens_before
+
+
+def _rewrite(session: Session, request: Request, offset: int, tokens: bytes) -> None:
+    end = offset + len(tokens) // TOKEN_BYTES
     held = memoryview(request.tokens)[offset * TOKEN_BYTES : end * TOKEN_BYTES]
     if held == tokens[: len(held)]:
         kept = min(end, request.num_tokens)

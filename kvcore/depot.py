@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import secrets
 import uuid
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from kvcore.admission import admit
 from kvcore.block import KVCacheBlock
@@ -24,24 +25,26 @@ from kvcore.errors import (
 from kvcore.events import BlockStored, Event
 from kvcore.feed import Entry
 from kvcore.hashing import make_scheme
+from kvcore.holders import BlockHolder, block_holders, largest, session_holds
+from kvcore.listing import RequestInfo, SessionInfo, list_requests, list_sessions
 from kvcore.manager import KVCacheManager
 from kvcore.operation import (
     Content,
     FreeMode,
     FreeResult,
     Hit,
+    Outcome,
     SlotRequest,
     SlotResult,
     Step,
     StepResult,
 )
 from kvcore.request import Request, RequestStatus
+from kvcore.reset import ResetMode, ResetResult, Resets, ResetScope
 from kvcore.residency import ResidencySampler
-from kvcore.session import Session
+from kvcore.session import DetachedBlocks, Session
 from kvcore.spec import DepotConfig
 from kvcore.step import apply_step
-
-HOLDERS_NAMED = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,10 @@ class DepotStats:
     usage: float
     num_sessions: int
     num_requests: int
+    # Over, and held by workers that were attached under them.
+    num_departed_sessions: int
+    # Attached under open and departed sessions.
+    num_workers: int
     prefix_cache_queries: int
     prefix_cache_hits: int
     preempted_queries: int
@@ -63,6 +70,7 @@ class DepotStats:
     evictions: int
     refusals: int
     generation: int
+    reset_pending: bool
 
 
 class Depot:
@@ -75,8 +83,7 @@ class Depot:
             raise InvalidArgument(str(error), field="hash_scheme") from None
         self.config = config
         self.epoch = secrets.token_hex(8)
-        # Counts resets.
-        self.generation = 0
+        self.resets = Resets(self)
         rate = config.residency_sample_rate
         self.residency = ResidencySampler(rate) if rate > 0 else None
         self.pool = BlockPool(
@@ -87,6 +94,9 @@ class Depot:
             residency=self.residency,
         )
         self.sessions: dict[str, Session] = {}
+        # Sessions that are over while workers attached under them remain. They hold no
+        # blocks, but their views hold back what they freed.
+        self.departed: dict[str, Session] = {}
         self.num_refusals = 0
         self.last_handle = 0
         self._last_ticket = 0
@@ -117,14 +127,22 @@ class Depot:
         self.sessions[session.session_id] = session
         return session
 
-    def session(self, session_id: str, epoch: str) -> Session:
-        """An open session. One of another epoch is FailedPrecondition."""
+    @property
+    def generation(self) -> int:
+        """Counts resets."""
+        return self.resets.generation
+
+    def session(self, session_id: str, epoch: str, within: str = "context.") -> Session:
+        """An open session. One of another epoch is FailedPrecondition.
+
+        ``within`` is where, in the caller's request, the two fields are.
+        """
         if epoch and epoch != self.epoch:
             raise FailedPrecondition(
                 "the session belongs to an earlier life of the server; its state is gone: "
                 "open a new one",
                 reason="STALE_EPOCH",
-                field="context.epoch",
+                field=f"{within}epoch",
                 current_epoch=self.epoch,
             )
         session = self.sessions.get(session_id)
@@ -132,25 +150,60 @@ class Depot:
             raise NotFound(
                 f"session {session_id!r} is not open",
                 reason="UNKNOWN_SESSION",
-                field="context.session_id",
+                field=f"{within}session_id",
             )
         return session
 
     def close_session(self, session: Session) -> int:
         """Free all that the session holds; the number of its requests.
 
-        Content that was confirmed stays and can be hit; what was not, is forgotten.
+        Content that was confirmed stays and can be hit, and is evicted last; what was
+        not, is forgotten. While workers are attached under the session they may still
+        write: until the last is detached, or end_quarantine, its blocks are held back
+        from the other sessions.
         """
-        session.view.forget_pending()
+        num_requests = len(session.requests)
+        view = session.view
+        view.forget_pending()
+        if session.num_workers:
+            view.depart()
         for request in session.requests.values():
             session.manager.free(request)
-        for blocks in session.tickets.values():
-            session.manager.return_blocks(blocks)
-        session.tickets.clear()
-        self.pool.close_view(session.view)
+        for detached in session.tickets.values():
+            session.manager.return_blocks(detached.blocks)
+        session.forget_all()
         del self.sessions[session.session_id]
+        if session.num_workers:
+            self.departed[session.session_id] = session
+        else:
+            self.pool.close_view(view)
         self._past_lookups = self._lookups(session, self._past_lookups)
-        return len(session.requests)
+        self.resets.settle()
+        return num_requests
+
+    def attach_worker(self, session: Session) -> None:
+        """One more worker writes under an open session."""
+        if session.num_workers >= self.config.max_workers_per_session:
+            raise ResourceExhausted(
+                f"{session.num_workers} workers are attached under the session, its maximum",
+                reason="TOO_MANY_WORKERS",
+                retryable=True,
+            )
+        session.num_workers += 1
+
+    def detach_worker(self, session: Session) -> None:
+        """A worker is gone, and writes no more. The last one's end ends a quarantine."""
+        session.num_workers -= 1
+        assert session.num_workers >= 0
+        if not session.num_workers:
+            self.end_quarantine(session)
+
+    def end_quarantine(self, session: Session) -> bool:
+        """What a departed session held is everybody's; False if it is not (any more) one."""
+        if self.departed.pop(session.session_id, None) is None:
+            return False
+        self.pool.close_view(session.view)
+        return True
 
     # --- operations -------------------------------------------------------------------
 
@@ -165,19 +218,38 @@ class Depot:
                 "one looks up",
                 field="request_id",
             )
+        if self.holds_off(request):
+            request.remembered_hit_tokens = 0
+            return Hit(0, session.manager.empty_kv_cache_blocks.block_ids, request.handle)
         blocks, num_tokens = session.manager.get_computed_blocks(request)
         request.remembered_hit_tokens = num_tokens
         return Hit(num_tokens, blocks.block_ids, request.handle)
 
     def allocate_slots(
-        self, session: Session, slots: SlotRequest, budget: int | None = None
+        self,
+        session: Session,
+        slots: SlotRequest,
+        budget: int | None = None,
+        *,
+        name_holders: bool = True,
     ) -> SlotResult:
         """Slots for one request, with its hit; see operation.SlotRequest.
 
-        ``budget`` is what a Step leaves to schedule, in tokens.
+        ``budget`` is what a Step leaves to schedule, in tokens. ``name_holders``: a
+        refusal says who holds the blocks.
         """
         request = find_request(self, session, slots.request_id, slots.content)
-        return admit(self, session, request, slots, budget)
+        result = admit(self, session, request, slots, budget)
+        if name_holders and result.outcome is Outcome.NO_FIT:
+            assert result.no_fit is not None
+            explained = replace(result.no_fit, holders=session_holds(self))
+            return replace(result, no_fit=explained)
+        return result
+
+    def holds_off(self, request: Request) -> bool:
+        """Whether a reset waits for the request's content to be out of use."""
+        drain = self.resets.drain
+        return drain is not None and drain.holds_off(request.extra)
 
     def cache_blocks(
         self, session: Session, request_id: str, content: Content | None, num_computed_tokens: int
@@ -217,7 +289,9 @@ class Depot:
         request = session.requests.get(request_id)
         if request is None:
             return FreeResult(known=False)
-        return FreeResult(known=True, ticket=self.free_request(session, request, mode, did_not_run))
+        ticket = self.free_request(session, request, mode, did_not_run)
+        self.resets.settle()
+        return FreeResult(known=True, ticket=ticket)
 
     def free_request(
         self, session: Session, request: Request, mode: FreeMode, did_not_run: bool
@@ -239,33 +313,53 @@ class Depot:
         if not blocks:
             return 0
         self._last_ticket += 1
-        session.tickets[self._last_ticket] = blocks
+        session.tickets[self._last_ticket] = DetachedBlocks(blocks, request.extra)
         return self._last_ticket
 
     def return_blocks(self, session: Session, ticket: int) -> int:
         """Give back the blocks of a detached request; how many they are."""
-        blocks = session.tickets.pop(ticket, None)
-        if blocks is None:
+        detached = session.tickets.pop(ticket, None)
+        if detached is None:
             raise NotFound(
                 f"ticket {ticket} is not outstanding", reason="UNKNOWN_TICKET", field="ticket"
             )
-        session.manager.return_blocks(blocks)
-        return len(blocks)
+        session.manager.return_blocks(detached.blocks)
+        self.resets.settle()
+        return len(detached.blocks)
 
-    def reset_prefix_cache(self) -> int:
-        """Forget all content; the new generation. FailedPrecondition while blocks are in use."""
-        if not self.pool.reset(self.generation + 1):
-            raise FailedPrecondition(
-                f"blocks are in use: {self._holders()}",
-                reason="BLOCKS_IN_USE",
-                retryable=True,
-            )
-        self.generation += 1
-        return self.generation
+    def reset_prefix_cache(
+        self, mode: ResetMode = ResetMode.REFUSE, scope: ResetScope | None = None
+    ) -> ResetResult:
+        """Forget all content, or the scope's; a new generation begins.
+
+        While blocks (of the scope) are in use, REFUSE raises FailedPrecondition, and
+        names the holders. DRAIN answers that it is pending: nothing is admitted (in
+        the scope) and no lookup hits until the call that frees the last block, which
+        resets. FORCE resets all the same: what holds blocks goes on with them, but
+        registers none any more until preempted and admitted anew.
+        """
+        return self.resets.reset(mode, scope)
+
+    def drain_state(self, drain_id: int) -> ResetResult:
+        """How a drain stands. NotFound if it is not known (any more)."""
+        return self.resets.state(drain_id)
+
+    def abandon_drain(self, drain_id: int) -> bool:
+        """Give up a drain; False if it is not pending."""
+        return self.resets.abandon(drain_id)
+
+    def evict_blocks(self, block_ids: Sequence[int]) -> int:
+        """Make blocks no hits any more; how many were. InvalidArgument if one is no block."""
+        blocks = self.pool.blocks
+        hits = {i for i in block_ids if 0 <= i < len(blocks) and blocks[i].block_hash is not None}
+        self.pool.evict_blocks(block_ids)
+        return len(hits)
 
     def step(self, session: Session, step: Step) -> StepResult:
         """All operations of one scheduler step, in order."""
-        return apply_step(self, session, step)
+        result = apply_step(self, session, step)
+        self.resets.settle()
+        return result
 
     # --- what is here -----------------------------------------------------------------
 
@@ -326,6 +420,11 @@ class Depot:
             usage=self.pool.usage,
             num_sessions=len(self.sessions),
             num_requests=sum(len(session.requests) for session in self.sessions.values()),
+            num_departed_sessions=len(self.departed),
+            num_workers=sum(
+                session.num_workers
+                for session in (*self.sessions.values(), *self.departed.values())
+            ),
             prefix_cache_queries=lookups[0],
             prefix_cache_hits=lookups[1],
             preempted_queries=lookups[2],
@@ -333,30 +432,28 @@ class Depot:
             evictions=self.pool.num_evictions,
             refusals=self.num_refusals,
             generation=self.generation,
+            reset_pending=self.resets.drain is not None,
         )
+
+    def list_sessions(self) -> list[SessionInfo]:
+        """Every session, open ones first, oldest first. Costs time per request."""
+        return list_sessions(self)
+
+    def list_requests(
+        self, session_id: str | None = None, limit: int = 1000, after_handle: int = 0
+    ) -> list[RequestInfo]:
+        """At most ``limit`` requests after a handle, of one session or of all, oldest first."""
+        return list_requests(self, session_id, limit, after_handle)
+
+    def holders(self, limit: int = 100) -> tuple[BlockHolder, ...]:
+        """Who has blocks in use, the most first. Costs time per block in use."""
+        return largest(block_holders(self), limit)
 
     def audit(self) -> list[str]:
         """Every invariant that is broken. Costs time per block."""
         return check(self)
 
     # --- inside -----------------------------------------------------------------------
-
-    def _holders(self) -> str:
-        holders = [
-            f"session {session.name or session.session_id} request {request.request_id} "
-            f"({num_blocks} blocks)"
-            for session in self.sessions.values()
-            for request in session.requests.values()
-            if (num_blocks := sum(map(len, session.manager.get_block_ids(request.request_id))))
-        ]
-        holders += [
-            f"session {session.name or session.session_id} ticket {ticket} ({len(blocks)} blocks)"
-            for session in self.sessions.values()
-            for ticket, blocks in session.tickets.items()
-        ]
-        named = "; ".join(holders[:HOLDERS_NAMED])
-        rest = len(holders) - HOLDERS_NAMED
-        return f"{named}; and {rest} more" if rest > 0 else named
 
     @staticmethod
     def _lookups(session: Session, before: list[int]) -> list[int]:

@@ -226,7 +226,7 @@ class KVCacheManager:
                 request_id, hit, num_local, num_external_computed_tokens
             )
         new_blocks = coordinator.allocate_new_blocks(request_id, num_slots)
-        if self.enable_caching and not delay_cache_blocks:
+        if self.enable_caching and not delay_cache_blocks and not request.outlived_reset:
             coordinator.cache_blocks(
                 request, min(total_computed + num_new_tokens, request.num_tokens)
             )
@@ -263,7 +263,7 @@ class KVCacheManager:
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Make the full blocks within ``num_computed_tokens`` hits."""
-        if self.enable_caching:
+        if self.enable_caching and not request.outlived_reset:
             self.coordinator.cache_blocks(request, num_computed_tokens)
 
     def free(self, request: Request) -> None:

@@ -22,6 +22,7 @@ class Outcome(IntEnum):
     UNKNOWN_HANDLE = 5
     INVALID = 6
     NO_BUDGET = 7
+    RESETTING = 8
 
 
 class OperationKind(IntEnum):
@@ -83,13 +84,28 @@ class SlotRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class SessionHold:
+    """Blocks that a session keeps from the others: entries of its tables and tickets, and
+    what it freed in steps that may still write.
+
+    ``departed``: the session is over, and workers attached under it may still write.
+    """
+
+    session_id: str
+    name: str
+    num_blocks: int
+    departed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class NoFit:
-    """Why an allocation was refused, in blocks."""
+    """Why an allocation was refused, in blocks. ``holders`` hold the most, most first."""
 
     needed_blocks: int
     free_blocks: int
     reserved_blocks: int
     watermark_blocks: int
+    holders: tuple[SessionHold, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ class Request:
         "num_preemptions",
         "num_prompt_tokens",
         "num_tokens",
+        "outlived_reset",
         "registered_from",
         "registered_step",
         "remembered_hit_tokens",
@@ -75,6 +76,8 @@ class Request:
         self.num_computed_tokens = 0
         self.num_preemptions = 0
         self.status = _WAITING
+        # It held blocks at a forced reset: what it computes is not to be registered.
+        self.outlived_reset = False
         # What the last lookup answered, in tokens; AllocateSlots may claim it.
         self.remembered_hit_tokens = 0
         # Leading blocks of the table whose bytes CacheBlocks has confirmed.
@@ -114,3 +117,4 @@ class Request:
         self.remembered_hit_tokens = 0
         self.num_confirmed_blocks = 0
         self.registered_from = 0
+        self.outlived_reset = False

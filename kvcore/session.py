@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvcore.block import KVCacheBlock
 from kvcore.errors import InvalidArgument, ResourceExhausted
+from kvcore.hashing import ExtraKeys
 from kvcore.manager import KVCacheBlocks, KVCacheManager
 from kvcore.request import Request, RequestStatus
 from kvcore.spec import DepotConfig
 
 # Reading a member off its enum costs 0.1 us and more on Python 3.11.
 _RUNNING = RequestStatus.RUNNING
+
+
+class DetachedBlocks(NamedTuple):
+    """Blocks of a request that is over, in table order, and what its extra keys were."""
+
+    blocks: list[KVCacheBlock]
+    extra: ExtraKeys
 
 
 class Session:
@@ -27,8 +35,11 @@ class Session:
         self.config = config
         self.requests: dict[str, Request] = {}
         self.by_handle: dict[int, Request] = {}
-        # Blocks of detached requests, in table order.
-        self.tickets: dict[int, list[KVCacheBlock]] = {}
+        self.tickets: dict[int, DetachedBlocks] = {}
+        # Of all requests.
+        self.num_tokens = 0
+        # Attached under this session; they may write to its blocks.
+        self.num_workers = 0
         # Whether the last call said which step it belongs to.
         self.names_steps = False
 
@@ -59,8 +70,17 @@ class Session:
         self.names_steps = True
         view.begin_step(step, completed_step)
 
-    def add(self, request: Request) -> None:
-        """Know a new request."""
+    @property
+    def num_blocks(self) -> int:
+        """Entries of its block tables and tickets. Costs little time a request."""
+        num_blocks = sum(len(detached.blocks) for detached in self.tickets.values())
+        if self.requests:
+            for manager in self.manager.coordinator.managers:
+                num_blocks += sum(map(len, manager.req_to_blocks.values()))
+        return num_blocks
+
+    def require_room(self) -> None:
+        """ResourceExhausted if no request can be added."""
         if len(self.requests) >= self.config.max_requests_per_session:
             raise ResourceExhausted(
                 f"the session holds {len(self.requests)} requests, its maximum",
@@ -68,13 +88,35 @@ class Session:
                 field="request_id",
                 retryable=True,
             )
+
+    def require_token_room(self, num_tokens: int) -> None:
+        """ResourceExhausted if ``num_tokens`` more are too many."""
+        if self.num_tokens + num_tokens > self.config.max_tokens_per_session:
+            raise ResourceExhausted(
+                f"the session's requests hold {self.num_tokens} tokens; {num_tokens} more exceed "
+                f"its maximum of {self.config.max_tokens_per_session}",
+                reason="TOO_MANY_TOKENS",
+                field="content.tokens",
+                retryable=True,
+            )
+
+    def add(self, request: Request) -> None:
+        """Know a new request."""
         self.requests[request.request_id] = request
         self.by_handle[request.handle] = request
 
     def remove(self, request: Request) -> None:
         """Know it no more; its blocks are gone already."""
+        self.num_tokens -= request.num_tokens
         del self.requests[request.request_id]
         del self.by_handle[request.handle]
+
+    def forget_all(self) -> None:
+        """The session is over; its blocks are gone already."""
+        self.requests.clear()
+        self.by_handle.clear()
+        self.tickets.clear()
+        self.num_tokens = 0
 
     def allocate(
         self,

@@ -45,7 +45,8 @@ class SingleTypeKVCacheManager(ABC):
     ) -> int:
         """Free blocks it costs to give the request ``num_tokens`` slots.
 
-        A hit that lies in the free queue costs one too: it leaves the queue.
+        A hit that lies in the free queue costs one too: it leaves the queue. One that is
+        held back from this view costs nothing: it is none of those the view can take.
         """
         table = self.req_to_blocks.get(request_id, ())
         num_required = cdiv(num_tokens, self.block_size)
@@ -56,7 +57,13 @@ class SingleTypeKVCacheManager(ABC):
         num_local = len(new_computed_blocks) + len(table)
         num_new = max(num_required - max(num_skipped, num_local), 0)
         kept = new_computed_blocks[max(0, num_skipped - len(table)) :]
-        return num_new + sum(block.ref_cnt == 0 and not block.is_null for block in kept)
+        view = self.view
+        return num_new + sum(
+            block.ref_cnt == 0
+            and not block.is_null
+            and (block.held_by is None or block.held_by is view)
+            for block in kept
+        )
 
     def is_settled(
         self, request_id: str, num_computed_tokens: int, num_slots: int, num_tokens_to_cache: int

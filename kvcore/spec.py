@@ -158,6 +158,8 @@ class DepotConfig:
     max_sessions: int = 1024
     max_requests_per_session: int = 65536
     max_request_tokens: int = 1 << 22
+    max_tokens_per_session: int = 1 << 26
+    max_workers_per_session: int = 256
 
     def __post_init__(self) -> None:
         for name in (
@@ -165,6 +167,8 @@ class DepotConfig:
             "max_sessions",
             "max_requests_per_session",
             "max_request_tokens",
+            "max_tokens_per_session",
+            "max_workers_per_session",
         ):
             _require_positive(name, getattr(self, name))
         if not 0.0 <= self.watermark < 1.0:

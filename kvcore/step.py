@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import struct
 from array import array
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvcore.content import write_tokens
 from kvcore.errors import InvalidArgument, KVDepotError
+from kvcore.holders import session_holds
 from kvcore.operation import (
     FreeMode,
     NoFit,
@@ -102,6 +104,7 @@ class _StepRun:
         self.free_outcomes = bytearray()
         self.tickets: list[int] = []
         self.no_fit: NoFit | None = None
+        self.refused = False
         self.errors: list[OperationError] = []
 
     def _check_runs(self) -> None:
@@ -156,11 +159,14 @@ class _StepRun:
                 self.admissions.append(SlotResult(Outcome.NOT_ATTEMPTED))
             else:
                 try:
-                    result = self.depot.allocate_slots(self.session, slots, self.budget)
+                    result = self.depot.allocate_slots(
+                        self.session, slots, self.budget, name_holders=not self.refused
+                    )
                 except KVDepotError as error:
                     result = SlotResult(self._invalid(error))
                 else:
                     self._spend(result.num_new_tokens)
+                    self.refused = self.refused or result.outcome is Outcome.NO_FIT
                 self.admissions.append(result)
                 if result.outcome is not Outcome.OK:
                     self._refuse()
@@ -217,7 +223,7 @@ class _StepRun:
             if new_blocks is None:
                 self.depot.num_refusals += 1
                 if self.no_fit is None:
-                    self.no_fit = manager.last_refusal
+                    self.no_fit = self._explained(manager.last_refusal)
                 return _NO_FIT
             for group, block_ids in enumerate(new_blocks.block_ids):
                 self.grow_counts[group][position] = len(block_ids)
@@ -286,6 +292,13 @@ class _StepRun:
     def _refuse(self) -> None:
         if self.step.on_no_fit_stop:
             self.stopped = True
+
+    def _explained(self, refusal: NoFit | None) -> NoFit | None:
+        """The refusal, with its holders if it is the Step's first."""
+        if self.refused or refusal is None:
+            return refusal
+        self.refused = True
+        return replace(refusal, holders=session_holds(self.depot))
 
     def _invalid(self, error: KVDepotError) -> Outcome:
         self.errors.append(OperationError(self.index, error.reason, error.message))

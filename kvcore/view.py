@@ -70,6 +70,14 @@ class PoolView:
                     self.pool.forget(block)
         self._pending.clear()
 
+    def depart(self) -> None:
+        """The session is over, but its workers may still write.
+
+        What it frees from now on is held back, and what it holds back stays so, until
+        the pool closes the view.
+        """
+        self.step += 1
+
     def held_blocks(self) -> list[KVCacheBlock]:
         """The free blocks that others must not take yet, each once."""
         blocks = {

@@ -3,8 +3,18 @@
 ``Client`` is synchronous, ``kvclient.aio.Client`` the same for asyncio.
 """
 
-from kvclient.client import Client, Session, Stream
-from kvclient.errors import KVDepotError
+from kvclient.attachment import Attachment
+from kvclient.client import Client, Stream
+from kvclient.errors import CacheLost, KVDepotError
+from kvclient.session import Session
 from kvclient.stream import StepStream
 
-__all__ = ["Client", "KVDepotError", "Session", "StepStream", "Stream"]
+__all__ = [
+    "Attachment",
+    "CacheLost",
+    "Client",
+    "KVDepotError",
+    "Session",
+    "StepStream",
+    "Stream",
+]

@@ -5,21 +5,22 @@ The synchronous and the asyncio client send these; neither knows more of the wir
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from kvclient import convert
+from kvclient import convert, reports
+from kvclient.errors import FailedPrecondition
 from kvclient.values import (
-    AuditReport,
     Content,
     FreeMode,
     FreeResult,
     Hit,
     PoolDescription,
+    ResetMode,
+    ResetResult,
     SlotRequest,
     SlotResult,
-    Stats,
     Step,
     StepMark,
     StepResult,
@@ -42,6 +43,15 @@ class Call(Generic[Result]):
 
 
 @dataclass(frozen=True, slots=True)
+class Opening:
+    """What a session is opened with; ``lease_ttl_s`` None: the server's default."""
+
+    name: str = ""
+    fingerprint: str = ""
+    lease_ttl_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Opened:
     """A session as the server opened it."""
 
@@ -49,6 +59,12 @@ class Opened:
     epoch: str
     pool: PoolDescription
     reply_window: int
+    lease_ttl_s: float
+
+
+def client_closed() -> FailedPrecondition:
+    """What a call of a closed client raises."""
+    return FailedPrecondition("the client is closed", reason="CLIENT_CLOSED")
 
 
 def _cache(
@@ -57,17 +73,31 @@ def _cache(
     return Call("KVCacheService", method, request, read, mark)
 
 
-def open_session(name: str, fingerprint: str) -> Call[Opened]:
+def open_session(opening: Opening) -> Call[Opened]:
     """OpenSession."""
     return _cache(
         "OpenSession",
-        cache_pb2.OpenSessionRequest(name=name, fingerprint=fingerprint),
+        cache_pb2.OpenSessionRequest(
+            name=opening.name,
+            fingerprint=opening.fingerprint,
+            lease_ttl_seconds=opening.lease_ttl_s,
+        ),
         lambda reply: Opened(
             reply.session_id,
             reply.epoch,
             convert.pool_description(reply.pool, reply.epoch),
             reply.reply_window,
+            reply.lease_ttl_seconds,
         ),
+    )
+
+
+def keep_alive(session_id: str, epoch: str) -> Call[None]:
+    """KeepAlive: none of the ordered calls, so it may overtake any."""
+    return _cache(
+        "KeepAlive",
+        cache_pb2.KeepAliveRequest(session_id=session_id, epoch=epoch),
+        lambda reply: None,
     )
 
 
@@ -145,12 +175,26 @@ def return_blocks(ticket: int, mark: StepMark | None) -> Call[int]:
     )
 
 
-def reset_prefix_cache(mark: StepMark | None) -> Call[int]:
-    """ResetPrefixCache; answers the new generation."""
+def reset_prefix_cache(
+    mark: StepMark | None,
+    *,
+    mode: ResetMode,
+    lora_name: str | None,
+    cache_salt: str | None,
+    deadline_s: float | None,
+    drain_id: int,
+) -> Call[ResetResult]:
+    """ResetPrefixCache; with ``drain_id``, how that drain stands."""
     return _cache(
         "ResetPrefixCache",
-        cache_pb2.ResetPrefixCacheRequest(),
-        lambda reply: int(reply.generation),
+        convert.reset_request(
+            mode,
+            lora_name=lora_name,
+            cache_salt=cache_salt,
+            deadline_s=deadline_s,
+            drain_id=drain_id,
+        ),
+        convert.reset_result,
         mark,
     )
 
@@ -170,14 +214,62 @@ def describe_pool() -> Call[PoolDescription]:
     )
 
 
-def get_stats() -> Call[Stats]:
+def get_stats() -> Call[reports.Stats]:
     """GetStats."""
-    return Call("KVAdminService", "GetStats", admin_pb2.GetStatsRequest(), convert.stats)
+    return Call("KVAdminService", "GetStats", admin_pb2.GetStatsRequest(), reports.stats)
 
 
-def audit() -> Call[AuditReport]:
+def audit() -> Call[reports.AuditReport]:
     """Audit."""
-    return Call("KVAdminService", "Audit", admin_pb2.AuditRequest(), convert.audit_report)
+    return Call("KVAdminService", "Audit", admin_pb2.AuditRequest(), reports.audit_report)
+
+
+def list_sessions() -> Call[tuple[reports.SessionInfo, ...]]:
+    """ListSessions."""
+    return Call(
+        "KVAdminService", "ListSessions", admin_pb2.ListSessionsRequest(), reports.session_infos
+    )
+
+
+def list_requests(session_id: str, page_size: int, page_token: str) -> Call[reports.RequestPage]:
+    """ListRequests, one page."""
+    return Call(
+        "KVAdminService",
+        "ListRequests",
+        admin_pb2.ListRequestsRequest(
+            session_id=session_id,
+            page_size=convert.uint32(page_size, "page_size"),
+            page_token=page_token,
+        ),
+        reports.request_page,
+    )
+
+
+def evict_blocks(block_ids: Iterable[int]) -> Call[int]:
+    """EvictBlocks; answers how many had content."""
+    return Call(
+        "KVAdminService",
+        "EvictBlocks",
+        admin_pb2.EvictBlocksRequest(
+            block_ids=[convert.uint32(block_id, "block_ids") for block_id in block_ids]
+        ),
+        lambda reply: int(reply.num_evicted),
+    )
+
+
+def drain() -> Call[int]:
+    """Drain; answers how many sessions are open."""
+    return Call(
+        "KVAdminService",
+        "Drain",
+        admin_pb2.DrainRequest(),
+        lambda reply: int(reply.num_sessions),
+    )
+
+
+def attach_worker(session_id: str, epoch: str, name: str) -> transfer_pb2.AttachWorkerRequest:
+    """The request of AttachWorker."""
+    return transfer_pb2.AttachWorkerRequest(session_id=session_id, epoch=epoch, name=name)
 
 
 def pull_blocks(

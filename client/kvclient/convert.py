@@ -10,8 +10,7 @@ from typing import Any
 from kvclient.errors import DataLoss, InternalError, InvalidArgument
 from kvclient.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
 from kvclient.values import (
-    AuditReport,
-    BlockStates,
+    BlockHolder,
     BlockStatus,
     BlockTables,
     Column,
@@ -26,9 +25,11 @@ from kvclient.values import (
     Outcome,
     PoolDescription,
     PulledBlock,
+    ResetMode,
+    ResetResult,
+    SessionHold,
     SlotRequest,
     SlotResult,
-    Stats,
     Step,
     StepMark,
     StepResult,
@@ -36,11 +37,14 @@ from kvclient.values import (
     int32_column,
     token_bytes,
 )
-from kvdepot.v1 import admin_pb2, cache_pb2, event_pb2, transfer_pb2, types_pb2
+from kvdepot.v1 import cache_pb2, event_pb2, transfer_pb2, types_pb2
 
 _SPEC_KINDS = {types_pb2.SPEC_KIND_FULL_ATTENTION: "full_attention"}
 _LAYOUTS = {types_pb2.POOL_LAYOUT_BLOCK: "block", types_pb2.POOL_LAYOUT_LAYER: "layer"}
-_REMOVAL_REASONS = {event_pb2.REMOVAL_REASON_EVICTED: "evicted"}
+_REMOVAL_REASONS = {
+    event_pb2.REMOVAL_REASON_EVICTED: "evicted",
+    event_pb2.REMOVAL_REASON_RESET: "reset",
+}
 
 
 # --- requests -------------------------------------------------------------------------
@@ -159,6 +163,26 @@ def slot_request(slots: SlotRequest) -> cache_pb2.SlotRequest:
     )
 
 
+def reset_request(
+    mode: ResetMode,
+    *,
+    lora_name: str | None,
+    cache_salt: str | None,
+    deadline_s: float | None,
+    drain_id: int,
+) -> cache_pb2.ResetPrefixCacheRequest:
+    """A reset of the whole pool, or of what has this LoRA name or salt."""
+    scope = None
+    if lora_name is not None or cache_salt is not None:
+        scope = cache_pb2.ResetScope(lora_name=lora_name, cache_salt=cache_salt)
+    return cache_pb2.ResetPrefixCacheRequest(
+        mode=int(mode),  # type: ignore[arg-type]
+        scope=scope,
+        deadline_seconds=deadline_s if mode is ResetMode.DRAIN else None,
+        drain_id=drain_id,
+    )
+
+
 def step_request(step: Step) -> cache_pb2.StepRequest:
     """A Step in columns."""
     request = cache_pb2.StepRequest(
@@ -215,6 +239,39 @@ def no_fit(refusal: cache_pb2.NoFit) -> NoFit:
         refusal.free_blocks,
         refusal.reserved_blocks,
         refusal.watermark_blocks,
+        session_holds(refusal.holders),
+    )
+
+
+def session_holds(holds: Iterable[cache_pb2.SessionHold]) -> tuple[SessionHold, ...]:
+    """Who holds blocks."""
+    return tuple(
+        SessionHold(hold.session_id, hold.name, hold.num_blocks, hold.departed) for hold in holds
+    )
+
+
+def block_holders(holders: Iterable[cache_pb2.BlockHolder]) -> tuple[BlockHolder, ...]:
+    """Who has blocks in use."""
+    return tuple(
+        BlockHolder(
+            holder.session_id,
+            holder.session_name,
+            holder.request_id,
+            holder.ticket,
+            holder.num_blocks,
+        )
+        for holder in holders
+    )
+
+
+def reset_result(reply: cache_pb2.ResetPrefixCacheResponse) -> ResetResult:
+    """How a reset stands."""
+    return ResetResult(
+        generation=reply.generation,
+        done=reply.done,
+        holders=block_holders(reply.holders),
+        drain_id=reply.drain_id,
+        abandoned=reply.abandoned,
     )
 
 
@@ -281,36 +338,6 @@ def pool_description(pool: types_pb2.PoolDescription, epoch: str) -> PoolDescrip
         hash_block_size=pool.hash_block_size,
         max_model_len=pool.max_model_len,
         enable_prefix_caching=pool.enable_prefix_caching,
-    )
-
-
-def stats(reply: admin_pb2.GetStatsResponse) -> Stats:
-    """The server's figures."""
-    blocks = reply.blocks
-    return Stats(
-        epoch=reply.epoch,
-        uptime_seconds=reply.uptime_seconds,
-        num_blocks=reply.num_blocks,
-        blocks=BlockStates(blocks.live, blocks.cached, blocks.quarantined, blocks.free),
-        usage=reply.usage,
-        num_sessions=reply.num_sessions,
-        num_requests=reply.num_requests,
-        prefix_cache_queries=reply.prefix_cache_queries,
-        prefix_cache_hits=reply.prefix_cache_hits,
-        preempted_queries=reply.preempted_queries,
-        preempted_hits=reply.preempted_hits,
-        evictions=reply.evictions,
-        generation=reply.generation,
-        next_event_sequence=reply.next_event_sequence,
-        pulled_bytes=reply.pulled_bytes,
-        num_event_subscribers=reply.num_event_subscribers,
-    )
-
-
-def audit_report(reply: admin_pb2.AuditResponse) -> AuditReport:
-    """What Audit found."""
-    return AuditReport(
-        tuple(reply.violations), reply.num_blocks_checked, reply.num_requests_checked
     )
 
 

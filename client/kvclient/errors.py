@@ -12,6 +12,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc.status_pb2 import Status
 
+from kvclient.values import BlockHolder
 from kvdepot.v1 import types_pb2
 
 
@@ -76,6 +77,31 @@ class FailedPrecondition(KVDepotError):
         self.expected_op_seq = expected_op_seq
 
 
+class CacheLost(FailedPrecondition):
+    """The session is over, and all it held is gone; ``Session.reopen`` begins anew.
+
+    ``reason`` is STALE_EPOCH when the server lost its state (``current_epoch`` is the new
+    one), SESSION_EXPIRED when it ended the session as its lease ran out, UNKNOWN_SESSION
+    when it does not know it (any more), LEASE_EXPIRED when it could not be reached for as
+    long as the lease. A worker also hears SESSION_ENDED.
+    """
+
+    def again(self) -> CacheLost:
+        """The same, to be raised once more."""
+        return CacheLost(
+            self.message, reason=self.reason, field=self.field, current_epoch=self.current_epoch
+        )
+
+
+class BlocksInUse(FailedPrecondition):
+    """A reset that was refused, or whose drain took too long.
+
+    ``holders`` are those that kept a drain waiting, as far as the server named them.
+    """
+
+    holders: tuple[BlockHolder, ...] = ()
+
+
 class ResourceExhausted(KVDepotError):
     """A configured limit is reached."""
 
@@ -126,6 +152,8 @@ _BY_CODE: dict[grpc.StatusCode, type[KVDepotError]] = {
     grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
     grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
 }
+_BY_REASON: dict[str, type[KVDepotError]] = {"BLOCKS_IN_USE": BlocksInUse}
+_LOST_REASONS = ("STALE_EPOCH", "UNKNOWN_SESSION", "SESSION_EXPIRED")
 _RETRYABLE_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 _DETAILS_KEY = "grpc-status-details-bin"
 
@@ -138,6 +166,7 @@ def from_rpc_error(error: grpc.RpcError) -> KVDepotError:
     detail = _detail(error.trailing_metadata())
     if detail is None:
         return error_class(message, reason=code.name, retryable=code in _RETRYABLE_CODES)
+    error_class = _BY_REASON.get(detail.reason, error_class)
     typed = error_class(
         message, reason=detail.reason, field=detail.field, retryable=detail.retryable
     )
@@ -148,6 +177,14 @@ def from_rpc_error(error: grpc.RpcError) -> KVDepotError:
         if detail.HasField("expected_op_seq"):
             typed.expected_op_seq = detail.expected_op_seq
     return typed
+
+
+def lost_by(error: KVDepotError) -> CacheLost | None:
+    """The session's end, if that is what a call of it failed with."""
+    if not error.answered or error.reason not in _LOST_REASONS:
+        return None
+    epoch = error.current_epoch if isinstance(error, FailedPrecondition) else None
+    return CacheLost(error.message, reason=error.reason, field=error.field, current_epoch=epoch)
 
 
 def _detail(metadata: Iterable[Any] | None) -> types_pb2.ErrorDetail | None:

@@ -4,8 +4,11 @@ Every call is sent (strict): on one StepStream what a Step can say, as unary cal
 rest. Answers that follow from earlier ones (block tables, common prefixes, statistics)
 come from this side. A vLLM 0.25.1 Scheduler takes it as its ``kv_cache_manager``.
 
+CacheLost passes through: make a new one over the reopened session, and admit the
+requests again.
+
 Not here: events come from the server's stream, so ``take_events`` has none; there is no
-``evict_blocks`` and no ``coordinator``.
+``coordinator``.
 """
 
 from __future__ import annotations
@@ -15,9 +18,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvclient.client import Session
-from kvclient.errors import FailedPrecondition, InternalError, InvalidArgument, NotFound
+from kvclient.errors import BlocksInUse, InternalError, InvalidArgument, NotFound
 from kvclient.introduce import introduction
+from kvclient.session import Session
 from kvclient.values import (
     BlockTables,
     Cache,
@@ -27,11 +30,14 @@ from kvclient.values import (
     Grow,
     OperationKind,
     Outcome,
+    ResetMode,
     SlotRequest,
     Step,
     StepMark,
     StepResult,
 )
+
+_EXPECTED = (Outcome.OK, Outcome.NO_FIT, Outcome.HIT_CHANGED, Outcome.RESETTING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +190,10 @@ class KVCacheManager:
         reserved_blocks: int = 0,
         has_scheduled_reqs: bool = True,
     ) -> KVCacheBlocks | None:
-        """The new blocks, or None when they do not fit, or the hit has changed meanwhile."""
+        """The new blocks, or None when they do not fit now.
+
+        None as well when the hit has changed meanwhile, or a reset waits for what runs.
+        """
         known = self._known.get(request.request_id)
         plain = not (
             num_external_computed_tokens
@@ -282,18 +291,26 @@ class KVCacheManager:
         self._refer(table, -1)
         self._num_free_blocks = None
 
-    def reset_prefix_cache(self) -> bool:
-        """Empties the prefix cache; False, and nothing is done, while blocks are in use."""
+    def reset_prefix_cache(
+        self, mode: ResetMode | str = ResetMode.REFUSE, timeout_s: float | None = None
+    ) -> bool:
+        """Empties the prefix cache; False, and nothing is done, while blocks are in use.
+
+        See ``Session.reset_prefix_cache`` for the other modes; a drain that takes longer
+        than ``timeout_s`` answers False too.
+        """
         try:
-            self.session.reset_prefix_cache(mark=self._mark())
-        except FailedPrecondition as error:
-            if error.reason != "BLOCKS_IN_USE":
-                raise
+            self.session.reset_prefix_cache(mode, timeout_s=timeout_s, mark=self._mark())
+        except BlocksInUse:
             return False
         self._num_free_blocks = None
         if self.prefix_cache_stats is not None:
             self.prefix_cache_stats.reset = True
         return True
+
+    def evict_blocks(self, block_ids: Iterable[int]) -> None:
+        """Takes these blocks out of the prefix cache; who holds one keeps it."""
+        self.session.client.evict_blocks(block_ids)
 
     @property
     def usage(self) -> float:
@@ -412,7 +429,7 @@ class KVCacheManager:
             raise InvalidArgument(error.message, reason=error.reason)
         if outcome is Outcome.UNKNOWN_HANDLE:
             raise NotFound("the server does not know the request", reason="UNKNOWN_HANDLE")
-        if outcome not in (Outcome.OK, Outcome.NO_FIT, Outcome.HIT_CHANGED):
+        if outcome not in _EXPECTED:
             raise InternalError(f"a lone operation answered {outcome.name}", reason="BAD_REPLY")
 
     def _check_column(self, outcomes: bytes, reply: StepResult) -> Outcome:

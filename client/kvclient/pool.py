@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +19,14 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
+    from kvclient.attachment import Attachment
 
-def map_pool(description: PoolDescription) -> Pool:
+
+def map_pool(description: PoolDescription, attachment: Attachment | None = None) -> Pool:
     """Maps the pool for reading and writing.
+
+    A worker that writes under a session hands its ``attachment`` over: it is closed when
+    the mapping is gone, that is, when nobody refers to the pool or a view of it any more.
 
     FailedPrecondition when the server keeps no bytes, its file is not on this host
     or not of the described size.
@@ -41,9 +47,13 @@ def map_pool(description: PoolDescription) -> Pool:
                 f"the server says {description.mapping_bytes}",
                 reason="MAPPING_MISMATCH",
             )
-        return Pool(description, mmap.mmap(fd, size))
+        mapping = mmap.mmap(fd, size)
     finally:
         os.close(fd)
+    if attachment is not None:
+        # Not at the process's end, which closes the stream after the last write.
+        weakref.finalize(mapping, attachment.close).atexit = False
+    return Pool(description, mapping)
 
 
 class Pool:

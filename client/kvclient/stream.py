@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from kvclient.errors import (
 from kvclient.values import Step, StepMark, StepResult
 
 if TYPE_CHECKING:
-    from kvclient.client import Session
+    from kvclient.session import Session
 
 
 class StepStream:
@@ -58,19 +59,31 @@ class StepStream:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _send(self, call: Call[Any]) -> Any:
-        for backoff_s in BACKOFFS_S:
-            try:
-                return self._send_once(call)
-            except Unavailable:
-                time.sleep(backoff_s)
-        return self._send_once(call)
+    def __del__(self) -> None:
+        self.close()
 
-    def _send_once(self, call: Call[Any]) -> Any:
+    def _send(self, call: Call[Any]) -> Any:
+        """Half the time for an answer; then, or when the stream breaks, sent again on a new one."""
+        deadline = time.monotonic() + self._timeout_s
+        waits_s = iter(BACKOFFS_S)
+        while True:
+            left_s = deadline - time.monotonic()
+            try:
+                return self._send_once(call, min(left_s, self._timeout_s / 2))
+            except Unavailable:
+                wait_s = next(waits_s, None)
+                if wait_s is None or time.monotonic() + wait_s >= deadline:
+                    raise
+                time.sleep(wait_s)
+            except DeadlineExceeded:
+                if time.monotonic() >= deadline or next(waits_s, None) is None:
+                    raise
+
+    def _send_once(self, call: Call[Any], timeout_s: float) -> Any:
         if self._replies is None:
             self._open()
         try:
-            self._deadline = time.monotonic() + self._timeout_s
+            self._deadline = time.monotonic() + timeout_s
             self._requests.put(call.request)
             reply = next(self._replies)
         except StopIteration:
@@ -82,7 +95,7 @@ class StepStream:
             self._drop()
             if self._late:
                 raise DeadlineExceeded(
-                    f"no answer within {self._timeout_s} s", reason="DEADLINE_EXCEEDED"
+                    f"no answer within {timeout_s:g} s", reason="DEADLINE_EXCEEDED", retryable=True
                 ) from None
             raise from_rpc_error(error) from None
         except BaseException:
@@ -103,7 +116,11 @@ class StepStream:
         self._late = False
         self._replies = open_stream(iter(self._requests.get, None))
         if self._watch is None:
-            self._watch = threading.Thread(target=self._watch_deadline, daemon=True)
+            # It knows the stream weakly: one that nobody refers to any more ends.
+            interval_s = min(0.5, self._timeout_s / 8)
+            self._watch = threading.Thread(
+                target=_watch, args=(weakref.ref(self), self._closed, interval_s), daemon=True
+            )
             self._watch.start()
 
     def _drop(self) -> None:
@@ -112,10 +129,18 @@ class StepStream:
             self._replies.cancel()
             self._replies = None
 
-    def _watch_deadline(self) -> None:
-        """The synchronous stream has no deadline a message: this cancels it when one is late."""
-        while not self._closed.wait(min(0.5, self._timeout_s / 4)):
-            deadline, replies = self._deadline, self._replies
-            if deadline is not None and replies is not None and time.monotonic() > deadline:
-                self._late = True
-                replies.cancel()
+    def _cancel_if_late(self) -> None:
+        deadline, replies = self._deadline, self._replies
+        if deadline is not None and replies is not None and time.monotonic() > deadline:
+            self._late = True
+            replies.cancel()
+
+
+def _watch(stream: weakref.ref[StepStream], closed: threading.Event, interval_s: float) -> None:
+    """The synchronous stream has no deadline a message: this cancels it when one is late."""
+    while not closed.wait(interval_s):
+        watched = stream()
+        if watched is None:
+            return
+        watched._cancel_if_late()
+        del watched

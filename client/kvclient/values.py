@@ -15,8 +15,7 @@ from enum import IntEnum
 from kvcore.hashing import ExtraKeys, MultimodalItem
 
 __all__ = [
-    "AuditReport",
-    "BlockStates",
+    "BlockHolder",
     "BlockStatus",
     "BlockTables",
     "Cache",
@@ -38,9 +37,11 @@ __all__ = [
     "Outcome",
     "PoolDescription",
     "PulledBlock",
+    "ResetMode",
+    "ResetResult",
+    "SessionHold",
     "SlotRequest",
     "SlotResult",
-    "Stats",
     "Step",
     "StepMark",
     "StepResult",
@@ -92,6 +93,7 @@ class Outcome(IntEnum):
     UNKNOWN_HANDLE = 5
     INVALID = 6
     NO_BUDGET = 7
+    RESETTING = 8
 
 
 class OperationKind(IntEnum):
@@ -109,6 +111,14 @@ class FreeMode(IntEnum):
     FINISH = 1
     PREEMPT = 2
     DETACH = 3
+
+
+class ResetMode(IntEnum):
+    """What a reset does while blocks are in use: nothing, wait, or reset all the same."""
+
+    REFUSE = 1
+    DRAIN = 2
+    FORCE = 3
 
 
 class BlockStatus(IntEnum):
@@ -232,13 +242,24 @@ class Hit:
 
 
 @dataclass(frozen=True, slots=True)
+class SessionHold:
+    """Blocks that a session keeps from the others; ``departed``: quarantined ones."""
+
+    session_id: str
+    name: str
+    num_blocks: int
+    departed: bool
+
+
+@dataclass(frozen=True, slots=True)
 class NoFit:
-    """Why an allocation was refused, in blocks."""
+    """Why an allocation was refused, in blocks, and who holds the most of them."""
 
     needed_blocks: int
     free_blocks: int
     reserved_blocks: int
     watermark_blocks: int
+    holders: tuple[SessionHold, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +284,34 @@ class FreeResult:
 
     known: bool
     ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockHolder:
+    """Blocks in use by a request of a session, or detached under a ticket (else 0)."""
+
+    session_id: str
+    session_name: str
+    request_id: str
+    ticket: int
+    num_blocks: int
+
+    def __str__(self) -> str:
+        held_by = f"ticket {self.ticket}" if self.ticket else f"request {self.request_id}"
+        return (
+            f"session {self.session_name or self.session_id} {held_by} ({self.num_blocks} blocks)"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ResetResult:
+    """How a reset stands. Not ``done``: a drain waits for ``holders``, or was ``abandoned``."""
+
+    generation: int
+    done: bool
+    holders: tuple[BlockHolder, ...]
+    drain_id: int
+    abandoned: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,44 +416,3 @@ class PulledBlock:
     block_hash: bytes
     status: BlockStatus
     data: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class BlockStates:
-    """Blocks by state; they sum to ``num_blocks - 1``."""
-
-    live: int
-    cached: int
-    quarantined: int
-    free: int
-
-
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """Queries and hits are in tokens, since the start."""
-
-    epoch: str
-    uptime_seconds: float
-    num_blocks: int
-    blocks: BlockStates
-    usage: float
-    num_sessions: int
-    num_requests: int
-    prefix_cache_queries: int
-    prefix_cache_hits: int
-    preempted_queries: int
-    preempted_hits: int
-    evictions: int
-    generation: int
-    next_event_sequence: int
-    pulled_bytes: int
-    num_event_subscribers: int
-
-
-@dataclass(frozen=True, slots=True)
-class AuditReport:
-    """Every violated invariant; clean when there is none."""
-
-    violations: tuple[str, ...]
-    num_blocks_checked: int
-    num_requests_checked: int

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import time
 
+from kvcore.errors import InvalidArgument
+from kvcore.listing import RequestInfo
 from kvdepot.v1 import admin_pb2 as pb
-from kvserver.node import Node
+from kvserver import convert
+from kvserver.node import ListedSession, Node
 from kvserver.rpc import Handler, Rpcs
 
 SERVICE = pb.DESCRIPTOR.services_by_name["KVAdminService"].full_name
 
 
+PAGE_SIZE = 100
+PAGE_SIZE_MAX = 1000
+_STATES = {
+    "WAITING": pb.REQUEST_STATE_WAITING,
+    "RUNNING": pb.REQUEST_STATE_RUNNING,
+    "PREEMPTED": pb.REQUEST_STATE_PREEMPTED,
+}
+
+
 class AdminService:
-    """Looks, and changes nothing."""
+    """Looks at the state, and does the few things that are an operator's."""
 
     def __init__(self, node: Node, rpcs: Rpcs) -> None:
         self._node = node
@@ -20,9 +32,14 @@ class AdminService:
 
     def handlers(self) -> dict[str, Handler]:
         """The service's methods by name."""
+        unary = self._rpcs.unary
         return {
-            "GetStats": self._rpcs.unary("GetStats", pb.GetStatsRequest, self.get_stats),
-            "Audit": self._rpcs.unary("Audit", pb.AuditRequest, self.audit),
+            "GetStats": unary("GetStats", pb.GetStatsRequest, self.get_stats),
+            "ListSessions": unary("ListSessions", pb.ListSessionsRequest, self.list_sessions),
+            "ListRequests": unary("ListRequests", pb.ListRequestsRequest, self.list_requests),
+            "EvictBlocks": unary("EvictBlocks", pb.EvictBlocksRequest, self.evict_blocks),
+            "Audit": unary("Audit", pb.AuditRequest, self.audit),
+            "Drain": unary("Drain", pb.DrainRequest, self.drain),
         }
 
     def get_stats(self, _: pb.GetStatsRequest) -> bytes:
@@ -48,6 +65,46 @@ class AdminService:
             next_event_sequence=node.publisher.next_sequence,
             pulled_bytes=node.pulled_bytes,
             num_event_subscribers=node.publisher.num_subscribers,
+            num_departed_sessions=stats.num_departed_sessions,
+            num_workers=stats.num_workers,
+            reset_pending=stats.reset_pending,
+        ).SerializeToString()
+
+    def list_sessions(self, _: pb.ListSessionsRequest) -> bytes:
+        """ListSessions."""
+        node = self._node
+        return pb.ListSessionsResponse(
+            sessions=[_session(listed) for listed in node.list_sessions()],
+            epoch=node.depot.epoch,
+        ).SerializeToString()
+
+    def list_requests(self, request: pb.ListRequestsRequest) -> bytes:
+        """ListRequests. A page token is the handle of the page's last request."""
+        token = request.page_token
+        if token and not (token.isascii() and token.isdigit() and len(token) <= 20):
+            raise InvalidArgument("no page has this token", field="page_token")
+        limit = min(request.page_size or PAGE_SIZE, PAGE_SIZE_MAX)
+        depot = self._node.depot
+        # One more than a page, to know whether it is the last.
+        found = depot.list_requests(request.session_id or None, limit + 1, int(token or 0))
+        page = found[:limit]
+        return pb.ListRequestsResponse(
+            requests=[_request(info) for info in page],
+            next_page_token=str(page[-1].handle) if len(found) > limit else "",
+            epoch=depot.epoch,
+        ).SerializeToString()
+
+    def evict_blocks(self, request: pb.EvictBlocksRequest) -> bytes:
+        """EvictBlocks."""
+        num_blocks = self._node.pool.num_blocks
+        for position, block_id in enumerate(request.block_ids):
+            if not 1 <= block_id < num_blocks:
+                raise InvalidArgument(
+                    f"block ids are from 1 to {num_blocks - 1}, not {block_id}",
+                    field=f"block_ids[{position}]",
+                )
+        return pb.EvictBlocksResponse(
+            num_evicted=self._node.evict_blocks(request.block_ids), epoch=self._node.depot.epoch
         ).SerializeToString()
 
     def audit(self, _: pb.AuditRequest) -> bytes:
@@ -57,4 +114,49 @@ class AdminService:
             violations=self._node.depot.audit(),
             num_blocks_checked=stats.num_blocks,
             num_requests_checked=stats.num_requests,
+            holders=convert.block_holders(self._node.depot.holders()),
         ).SerializeToString()
+
+    def drain(self, _: pb.DrainRequest) -> bytes:
+        """Drain."""
+        node = self._node
+        node.drain()
+        return pb.DrainResponse(
+            num_sessions=len(node.depot.sessions), epoch=node.depot.epoch
+        ).SerializeToString()
+
+
+def _session(listed: ListedSession) -> pb.SessionInfo:
+    info = listed.info
+    return pb.SessionInfo(
+        session_id=info.session_id,
+        name=info.name,
+        state=pb.SESSION_STATE_DEPARTED if info.departed else pb.SESSION_STATE_OPEN,
+        age_seconds=listed.age_seconds,
+        lease_ttl_seconds=listed.lease_ttl_seconds,
+        lease_remaining_seconds=listed.lease_remaining_seconds,
+        num_requests=info.num_requests,
+        num_tokens=info.num_tokens,
+        num_blocks=info.num_blocks,
+        num_quarantined_blocks=info.num_quarantined_blocks,
+        num_tickets=info.num_tickets,
+        num_workers=info.num_workers,
+        step=info.step,
+        completed_step=info.completed_step,
+    )
+
+
+def _request(info: RequestInfo) -> pb.RequestInfo:
+    return pb.RequestInfo(
+        session_id=info.session_id,
+        request_id=info.request_id,
+        handle=info.handle,
+        state=_STATES[info.status],
+        num_tokens=info.num_tokens,
+        num_prompt_tokens=info.num_prompt_tokens or 0,
+        num_computed_tokens=info.num_computed_tokens,
+        num_blocks=info.num_blocks,
+        num_preemptions=info.num_preemptions,
+        lora_name=info.lora_name,
+        outlived_reset=info.outlived_reset,
+    )

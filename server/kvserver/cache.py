@@ -14,7 +14,7 @@ from kvdepot.v1 import cache_pb2 as pb
 from kvdepot.v1 import types_pb2
 from kvserver import convert
 from kvserver.node import Node
-from kvserver.rpc import Context, Handler, Rpcs
+from kvserver.rpc import Context, Handler, RpcCounts, Rpcs
 
 SERVICE = pb.DESCRIPTOR.services_by_name["KVCacheService"].full_name
 
@@ -39,6 +39,7 @@ class CacheService:
         unary = self._rpcs.unary
         return {
             "OpenSession": unary("OpenSession", pb.OpenSessionRequest, self.open_session),
+            "KeepAlive": unary("KeepAlive", pb.KeepAliveRequest, self.keep_alive),
             "CloseSession": unary("CloseSession", pb.CloseSessionRequest, self.close_session),
             "GetComputedBlocks": unary(
                 "GetComputedBlocks", pb.GetComputedBlocksRequest, self.get_computed_blocks
@@ -60,19 +61,30 @@ class CacheService:
             raise InvalidArgument(
                 f"a session's name has at most {NAME_BYTES_MAX} bytes", field="name"
             )
-        session = self._node.open_session(request.name, request.fingerprint)
+        ttl = request.lease_ttl_seconds if request.HasField("lease_ttl_seconds") else None
+        session = self._node.open_session(request.name, request.fingerprint, ttl)
         return pb.OpenSessionResponse(
             session_id=session.session_id,
             epoch=self._epoch,
             pool=self._node.pool,
-            reply_window=self._node.reply_window,
+            reply_window=self._node.policy.reply_window,
+            lease_ttl_seconds=self._node.lease_ttl_seconds(session),
+        ).SerializeToString()
+
+    def keep_alive(self, request: pb.KeepAliveRequest) -> bytes:
+        """KeepAlive. Takes no part in the session's sequence of calls."""
+        session = self._node.session(request.session_id, request.epoch, within="")
+        return pb.KeepAliveResponse(
+            epoch=self._epoch, lease_ttl_seconds=self._node.lease_ttl_seconds(session)
         ).SerializeToString()
 
     def close_session(self, request: pb.CloseSessionRequest) -> bytes:
         """CloseSession."""
 
         def operate(session: Session) -> pb.CloseSessionResponse:
-            return pb.CloseSessionResponse(num_requests_freed=self._node.close_session(session))
+            return pb.CloseSessionResponse(
+                num_requests_freed=self._node.close_session(session), epoch=self._epoch
+            )
 
         return self._node.call("CloseSession", request.context, operate)
 
@@ -136,8 +148,15 @@ class CacheService:
         """ResetPrefixCache."""
 
         def operate(_: Session) -> pb.ResetPrefixCacheResponse:
-            generation = self._depot.reset_prefix_cache()
-            return pb.ResetPrefixCacheResponse(generation=generation, epoch=self._epoch)
+            if request.drain_id:
+                result = self._depot.drain_state(request.drain_id)
+            else:
+                result = self._node.reset_prefix_cache(
+                    convert.reset_mode(request.mode),
+                    convert.reset_scope(request.scope) if request.HasField("scope") else None,
+                    request.deadline_seconds if request.HasField("deadline_seconds") else None,
+                )
+            return convert.reset_response(result, epoch=self._epoch)
 
         return self._node.call("ResetPrefixCache", request.context, operate)
 
@@ -165,6 +184,18 @@ class CacheService:
         counts = self._rpcs.count(method)
         task = asyncio.current_task()
         assert task is not None
+        try:
+            slot = self._rpcs.stream()
+        except ResourceExhausted as error:
+            failed = self._rpcs.failure(error, method)
+            counts.add(failed.code.name, 0.0)
+            await failed.abort(context)
+        with slot:
+            await self._answer_all(context, counts, task)
+
+    async def _answer_all(
+        self, context: Context, counts: RpcCounts, task: asyncio.Task[None]
+    ) -> None:
         while True:
             raw = await self._read(context, task)
             if raw is None:
@@ -173,7 +204,7 @@ class CacheService:
             try:
                 reply = self.step(pb.StepRequest.FromString(raw))
             except Exception as error:
-                failed = self._rpcs.failure(error, method)
+                failed = self._rpcs.failure(error, counts.method)
                 counts.add(failed.code.name, perf_counter() - began)
                 await failed.abort(context)
             counts.add("OK", perf_counter() - began)
@@ -194,8 +225,11 @@ class CacheService:
                     raise
             finally:
                 self._reading.discard(task)
-        stopping = Unavailable("the server is stopping", reason="DRAINING", retryable=True)
-        await self._rpcs.failure(stopping, "StepStream").abort(context)
+        try:
+            self._node.require_streams()
+        except Unavailable as stopping:
+            await self._rpcs.failure(stopping, "StepStream").abort(context)
+        raise AssertionError("streams are ending")
 
     def end_streams(self) -> None:
         """End every StepStream, each once its current request is answered."""

@@ -170,15 +170,56 @@ class ServerConfig:
     max_model_len: int = _option(
         131_072, _integer(1, _INT32_MAX), "longest sequence, in tokens", "TOKENS"
     )
-    max_sessions: int = _option(1024, _integer(1, 1 << 20), "open sessions", "N")
+    max_sessions: int = _option(1024, _integer(1, 1 << 20), "sessions that are open at a time", "N")
     max_requests_per_session: int = _option(
-        65_536, _integer(1, 1 << 24), "requests of a session", "N"
+        65_536, _integer(1, 1 << 24), "requests that a session has at a time", "N"
+    )
+    max_tokens_per_session: int = _option(
+        1 << 26, _integer(1, 1 << 40), "tokens of all requests of a session together", "TOKENS"
+    )
+    max_workers_per_session: int = _option(
+        256, _integer(1, 65_536), "workers attached under a session", "N"
+    )
+    max_concurrent_streams: int = _option(
+        16_384,
+        _integer(1, 1 << 20),
+        "open streams of all methods together: StepStream, StreamEvents, AttachWorker, PullBlocks, "
+        "health's Watch",
+        "N",
+    )
+    lease_ttl_seconds: float = _option(
+        30.0,
+        _real(0.01, 86_400),
+        "how long a session lives after its last call, unless it asks for another time",
+        "SECONDS",
+    )
+    lease_ttl_seconds_max: float = _option(
+        600.0, _real(0.01, 86_400), "the longest lease that a session may ask for", "SECONDS"
+    )
+    quarantine_seconds: float = _option(
+        60.0,
+        _real(0.0, 86_400),
+        "how long the blocks of an ended session are held back, at most, while workers attached "
+        "under it remain",
+        "SECONDS",
+    )
+    worker_heartbeat_s: float = _option(
+        5.0, _real(0.01, 3600), "time between the messages of AttachWorker", "SECONDS"
+    )
+    reset_deadline_seconds: float = _option(
+        300.0,
+        _real(0.01, 86_400),
+        "how long a draining reset waits before it is abandoned; callers may ask for less",
+        "SECONDS",
     )
     residency_sample_rate: float = _option(
         0.01, _real(0.0, 1.0), "share of blocks whose lifetimes are sampled", "SHARE"
     )
     max_message_bytes: int = _option(
-        64 << 20, _integer(1 << 16, _INT32_MAX), "largest message received or sent", "BYTES"
+        64 << 20,
+        _integer(1 << 16, _INT32_MAX),
+        "largest message received or sent; a larger one is RESOURCE_EXHAUSTED",
+        "BYTES",
     )
     reply_window: int = _option(
         64, _integer(1, 65_536), "replies a session can replay by op_seq", "N"
@@ -230,6 +271,8 @@ class ServerConfig:
                 residency_sample_rate=self.residency_sample_rate,
                 max_sessions=self.max_sessions,
                 max_requests_per_session=self.max_requests_per_session,
+                max_tokens_per_session=self.max_tokens_per_session,
+                max_workers_per_session=self.max_workers_per_session,
             )
         except KVDepotError as error:
             raise ConfigError(error.message) from error
@@ -383,6 +426,15 @@ def _check(config: ServerConfig, sources: Mapping[str, str]) -> None:
                 f"{sources.get(name, flag_of(name))}: {bound} is not loopback; the server is not "
                 "encrypted, so that needs --insecure-bind"
             )
+    if config.lease_ttl_seconds > config.lease_ttl_seconds_max:
+        ttl, most = (
+            sources.get(name, flag_of(name))
+            for name in ("lease_ttl_seconds", "lease_ttl_seconds_max")
+        )
+        raise ConfigError(
+            f"{ttl} {config.lease_ttl_seconds:g} is more than {most} "
+            f"{config.lease_ttl_seconds_max:g}"
+        )
     try:
         config.depot_config()
     except ConfigError as error:  # sizes only: ranges are checked

@@ -9,6 +9,7 @@ from typing import TypeVar
 from kvcore.errors import InvalidArgument
 from kvcore.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from kvcore.hashing import ExtraKeys, MultimodalItem
+from kvcore.holders import BlockHolder
 from kvcore.memory import LayerLayout
 from kvcore.operation import (
     BlockTables,
@@ -23,6 +24,7 @@ from kvcore.operation import (
     Step,
     StepResult,
 )
+from kvcore.reset import ResetMode, ResetResult, ResetScope
 from kvcore.spec import DepotConfig
 from kvdepot.v1 import cache_pb2, event_pb2, types_pb2
 
@@ -37,7 +39,10 @@ MULTIMODAL_OVERLAP_MAX = 8
 _NO_GROW, _NO_CACHE, _NO_FREE = Grow(), Cache(), Free()
 _SPEC_KINDS = {"full_attention": types_pb2.SPEC_KIND_FULL_ATTENTION}
 _LAYOUTS = {"block": types_pb2.POOL_LAYOUT_BLOCK, "layer": types_pb2.POOL_LAYOUT_LAYER}
-_REMOVAL_REASONS = {"evicted": event_pb2.REMOVAL_REASON_EVICTED}
+_REMOVAL_REASONS = {
+    "evicted": event_pb2.REMOVAL_REASON_EVICTED,
+    "reset": event_pb2.REMOVAL_REASON_RESET,
+}
 
 
 # --- requests -------------------------------------------------------------------------
@@ -132,6 +137,23 @@ def free_mode(value: int) -> FreeMode:
     return mode
 
 
+def reset_mode(value: int) -> ResetMode:
+    """REFUSE for RESET_MODE_UNSPECIFIED; raises InvalidArgument for unknown numbers."""
+    try:
+        return ResetMode(value) if value else ResetMode.REFUSE
+    except ValueError:
+        raise InvalidArgument(f"mode {value} is not a ResetMode", field="mode") from None
+
+
+def reset_scope(message: cache_pb2.ResetScope) -> ResetScope:
+    """Raises InvalidArgument for one that names nothing."""
+    has = message.HasField
+    return ResetScope(
+        lora_name=message.lora_name if has("lora_name") else None,
+        cache_salt=message.cache_salt if has("cache_salt") else None,
+    )
+
+
 def step(message: cache_pb2.StepRequest) -> Step:
     """A Step; its columns stay bytes."""
     has = message.HasField
@@ -181,6 +203,41 @@ def no_fit(refusal: NoFit | None) -> cache_pb2.NoFit | None:
         free_blocks=refusal.free_blocks,
         reserved_blocks=refusal.reserved_blocks,
         watermark_blocks=refusal.watermark_blocks,
+        holders=[
+            cache_pb2.SessionHold(
+                session_id=hold.session_id,
+                name=hold.name,
+                num_blocks=hold.num_blocks,
+                departed=hold.departed,
+            )
+            for hold in refusal.holders
+        ],
+    )
+
+
+def block_holders(holders: Iterable[BlockHolder]) -> list[cache_pb2.BlockHolder]:
+    """Who has blocks in use."""
+    return [
+        cache_pb2.BlockHolder(
+            session_id=holder.session_id,
+            session_name=holder.session_name,
+            request_id=holder.request_id,
+            ticket=holder.ticket,
+            num_blocks=holder.num_blocks,
+        )
+        for holder in holders
+    ]
+
+
+def reset_response(result: ResetResult, *, epoch: str) -> cache_pb2.ResetPrefixCacheResponse:
+    """How a reset stands."""
+    return cache_pb2.ResetPrefixCacheResponse(
+        generation=result.generation,
+        epoch=epoch,
+        done=result.done,
+        holders=block_holders(result.holders),
+        drain_id=result.drain_id,
+        abandoned=result.abandoned,
     )
 
 

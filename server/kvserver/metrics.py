@@ -44,6 +44,8 @@ class _Reading:
     subscribers: int
     cut_off: int
     pulled_bytes: int
+    sessions_ended: dict[str, int]
+    streams: int
     residencies: list[Eviction]
 
 
@@ -123,6 +125,8 @@ class DepotCollector(Collector):
             subscribers=publisher.num_subscribers,
             cut_off=publisher.cut_off,
             pulled_bytes=self._node.pulled_bytes,
+            sessions_ended=dict(self._node.sessions_ended),
+            streams=self._rpcs.num_streams,
             residencies=[] if residency is None else residency.drain(),
         )
 
@@ -145,8 +149,17 @@ def _pool(stats: DepotStats) -> Iterator[Metric]:
     yield _gauge("pool_blocks", "Blocks that can be handed out.", stats.num_blocks - 1)
     yield _gauge("pool_usage_ratio", "Share of blocks in use, 0 to 1.", stats.usage)
     yield _gauge("sessions", "Open sessions.", stats.num_sessions)
+    yield _gauge(
+        "departed_sessions",
+        "Sessions that ended while workers attached under them remain.",
+        stats.num_departed_sessions,
+    )
+    yield _gauge("workers", "Workers attached.", stats.num_workers)
     yield _gauge("requests", "Requests known, of all sessions.", stats.num_requests)
     yield _gauge("generation", "Resets of the prefix cache since the start.", stats.generation)
+    yield _gauge(
+        "reset_pending", "1 while a reset waits for blocks in use.", float(stats.reset_pending)
+    )
     for name, text, value in (
         ("query", "Tokens looked up", stats.prefix_cache_queries),
         ("hit", "Tokens found", stats.prefix_cache_hits),
@@ -170,6 +183,11 @@ def _work(taken: _Reading) -> Iterator[Metric]:
     for kind in ("stored", "removed", "cleared"):
         events.add_metric([kind], taken.events.get(kind, 0))
     yield events
+    ended = CounterMetricFamily("kvdepot_sessions_ended", "Sessions ended.", labels=["cause"])
+    for cause in ("closed", "expired"):
+        ended.add_metric([cause], taken.sessions_ended.get(cause, 0))
+    yield ended
+    yield _gauge("streams", "Open streams, of all methods.", taken.streams)
     yield _gauge("event_subscribers", "Event streams being served.", taken.subscribers)
     yield _counter("event_subscribers_cut_off", "Event streams ended for lagging.", taken.cut_off)
     yield _counter("pulled_bytes", "Bytes of blocks sent to peers.", taken.pulled_bytes)

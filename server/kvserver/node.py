@@ -1,64 +1,208 @@
-"""The state one server owns: the core, its bytes, its feed, and each session's replies."""
+"""The state one server owns: the core, its bytes, its feed, each session's lease and replies."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from google.protobuf.message import Message
 
 from kvcore.depot import Depot
 from kvcore.errors import InvalidArgument, NotFound, Unavailable
+from kvcore.listing import SessionInfo
 from kvcore.memory import PoolMemory, layer_layouts
+from kvcore.reset import ResetMode, ResetResult, ResetScope
 from kvcore.session import Session
 from kvdepot.v1 import types_pb2
 from kvserver import convert
+from kvserver.deadlines import Clock, Deadlines
 from kvserver.publisher import Publisher
 from kvserver.replies import ReplyWindow
+from kvserver.worker import Worker
 
+# Of sessions that ended lately, so that late calls are told what happened.
 _CLOSED_KEPT = 1024
+_EXPIRED_KEPT = 65_536
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionPolicy:
+    """What sessions are granted."""
+
+    reply_window: int
+    lease_ttl_seconds: float
+    lease_ttl_seconds_max: float
+    quarantine_seconds: float
+    reset_deadline_seconds: float
+    worker_heartbeat_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ListedSession:
+    """A session, since when, and its lease; a departed one has none (both 0)."""
+
+    info: SessionInfo
+    age_seconds: float
+    lease_ttl_seconds: float
+    lease_remaining_seconds: float
 
 
 class Node:
     """Used from one event loop only; each call runs to its end without awaiting."""
 
     def __init__(
-        self, depot: Depot, memory: PoolMemory | None, publisher: Publisher, *, reply_window: int
+        self,
+        depot: Depot,
+        memory: PoolMemory | None,
+        publisher: Publisher,
+        policy: SessionPolicy,
+        *,
+        clock: Clock | None = None,
     ) -> None:
         self.depot = depot
         self.memory = memory
         self.publisher = publisher
-        self.reply_window = reply_window
+        self.policy = policy
         self.started = time.monotonic()
         self.pulled_bytes = 0
         self.draining = False  # no new sessions
         self.draining_streams = False  # no new requests on open streams
+        self.drain_requested = asyncio.Event()
+        # How sessions ended: "closed" or "expired".
+        self.sessions_ended: Counter[str] = Counter()
         self.pool: types_pb2.PoolDescription = convert.pool_description(
             depot.config,
             [] if memory is None else layer_layouts(depot.config),
             path="" if memory is None else memory.path,
             nbytes=0 if memory is None else memory.nbytes,
         )
+        # Of leases by session id, of quarantines and drains by ("quarantine" or "drain", id).
+        self._deadlines = Deadlines(clock)
+        self._workers: dict[str, set[Worker]] = {}
+        self._opened_at: WeakKeyDictionary[Session, float] = WeakKeyDictionary()
         self._windows: dict[str, ReplyWindow] = {}
-        # Of sessions closed lately, so that a CloseSession sent again is answered again.
+        # So that a CloseSession sent again is answered again.
         self._closed: OrderedDict[str, ReplyWindow] = OrderedDict()
+        self._expired: OrderedDict[str, float] = OrderedDict()
 
-    def open_session(self, name: str, fingerprint: str) -> Session:
+    # --- sessions ---------------------------------------------------------------------
+
+    def open_session(
+        self, name: str, fingerprint: str, lease_ttl_seconds: float | None = None
+    ) -> Session:
         """A new session. Raises Unavailable while the server drains."""
         if self.draining:
-            raise Unavailable("the server is stopping", reason="DRAINING", retryable=True)
+            raise _stopping()
+        ttl = self.policy.lease_ttl_seconds if lease_ttl_seconds is None else lease_ttl_seconds
+        if not 0.0 < ttl <= self.policy.lease_ttl_seconds_max:
+            raise InvalidArgument(
+                f"a lease is above 0 and at most {self.policy.lease_ttl_seconds_max:g} seconds, "
+                f"not {ttl:g}",
+                field="lease_ttl_seconds",
+            )
         session = self.depot.open_session(name, fingerprint)
-        self._windows[session.session_id] = ReplyWindow(self.reply_window)
+        self._windows[session.session_id] = ReplyWindow(self.policy.reply_window)
+        self._opened_at[session] = time.monotonic()
+        self._deadlines.set(session.session_id, ttl, lambda: self._expire(session, ttl))
         return session
+
+    def session(self, session_id: str, epoch: str, within: str = "context.") -> Session:
+        """An open session, its lease renewed. NotFound says if the lease ran out.
+
+        ``within`` is where, in the caller's request, the two fields are.
+        """
+        if not session_id:
+            raise InvalidArgument("a session id is needed", field=f"{within}session_id")
+        try:
+            session = self.depot.session(session_id, epoch, within)
+        except NotFound:
+            ttl = self._expired.get(session_id)
+            if ttl is None:
+                raise
+            raise NotFound(
+                f"session {session_id!r} has ended: its lease of {ttl:g} seconds ran out; its "
+                "requests are freed: open a new session",
+                reason="SESSION_EXPIRED",
+                field=f"{within}session_id",
+            ) from None
+        self._deadlines.renew(session_id)
+        return session
+
+    def lease_ttl_seconds(self, session: Session) -> float:
+        """How long ``session`` lives after its last call."""
+        return self._deadlines.seconds(session.session_id)
 
     def close_session(self, session: Session) -> int:
         """Free all the session holds; the number of its requests."""
-        num_requests = self.depot.close_session(session)
         self._closed[session.session_id] = self._windows.pop(session.session_id)
         if len(self._closed) > _CLOSED_KEPT:
             self._closed.popitem(last=False)
+        return self._end_session(session, "closed")
+
+    def list_sessions(self) -> list[ListedSession]:
+        """Every session with its lease, open ones first, oldest first."""
+        deadlines, depot, now = self._deadlines, self.depot, time.monotonic()
+        listed = []
+        for info in depot.list_sessions():
+            session_id = info.session_id
+            session = (depot.departed if info.departed else depot.sessions)[session_id]
+            ttl = remaining = 0.0
+            if not info.departed:
+                ttl = deadlines.seconds(session_id)
+                remaining = deadlines.remaining_seconds(session_id)
+            listed.append(ListedSession(info, now - self._opened_at[session], ttl, remaining))
+        return listed
+
+    def _expire(self, session: Session, ttl: float) -> None:
+        del self._windows[session.session_id]
+        self._expired[session.session_id] = ttl
+        if len(self._expired) > _EXPIRED_KEPT:
+            self._expired.popitem(last=False)
+        self._end_session(session, "expired")
+        self.publish()
+
+    def _end_session(self, session: Session, cause: str) -> int:
+        session_id = session.session_id
+        self.sessions_ended[cause] += 1
+        self._deadlines.drop(session_id)
+        num_requests = self.depot.close_session(session)
+        if session.num_workers:
+            self._deadlines.set(
+                ("quarantine", session_id),
+                self.policy.quarantine_seconds,
+                lambda: self._end_quarantine(session),
+            )
+            for worker in self._workers[session_id]:
+                worker.end_session()
         return num_requests
+
+    # --- workers ----------------------------------------------------------------------
+
+    def attach_worker(self, session: Session, name: str) -> Worker:
+        """A worker that may write to the session's blocks until it is detached."""
+        self.depot.attach_worker(session)
+        worker = Worker(session, name)
+        self._workers.setdefault(session.session_id, set()).add(worker)
+        return worker
+
+    def detach_worker(self, worker: Worker) -> None:
+        """The worker is gone; if it was the last of an ended session, so is the quarantine."""
+        session_id = worker.session.session_id
+        workers = self._workers[session_id]
+        workers.remove(worker)
+        if not workers:
+            del self._workers[session_id]
+            self._deadlines.drop(("quarantine", session_id))
+        self.depot.detach_worker(worker.session)
+
+    def _end_quarantine(self, session: Session) -> None:
+        self.depot.end_quarantine(session)
+
+    # --- operations -------------------------------------------------------------------
 
     def call(
         self,
@@ -72,11 +216,9 @@ class Node:
         them takes its number like any other.
         """
         session_id = context.session_id
-        if not session_id:
-            raise InvalidArgument("a session id is needed", field="context.session_id")
         op_seq = context.op_seq if context.HasField("op_seq") else None
         try:
-            session = self.depot.session(session_id, context.epoch)
+            session = self.session(session_id, context.epoch)
         except NotFound:
             closed = self._closed.get(session_id)
             if closed is None or op_seq is None or not closed.keeps(op_seq, method):
@@ -85,10 +227,13 @@ class Node:
 
         def execute() -> bytes:
             try:
-                session.begin(
-                    context.step if context.HasField("step") else None,
-                    context.completed_step if context.HasField("completed_step") else None,
-                )
+                has = context.HasField
+                # A session that ends says nothing of the step before: it may have failed.
+                if method != "CloseSession" or has("step") or has("completed_step"):
+                    session.begin(
+                        context.step if has("step") else None,
+                        context.completed_step if has("completed_step") else None,
+                    )
                 return operate(session).SerializeToString()
             finally:
                 self.publish()
@@ -97,11 +242,66 @@ class Node:
             return execute()
         return self._windows[session_id].answer(op_seq, method, execute)
 
+    def reset_prefix_cache(
+        self, mode: ResetMode, scope: ResetScope | None, deadline_seconds: float | None
+    ) -> ResetResult:
+        """As the depot's. A drain is abandoned after ``deadline_seconds``."""
+        limit = self.policy.reset_deadline_seconds
+        if deadline_seconds is None:
+            deadline_seconds = limit
+        if not 0.0 < deadline_seconds <= limit:
+            raise InvalidArgument(
+                f"a drain has above 0 and at most {limit:g} seconds, not {deadline_seconds:g}",
+                field="deadline_seconds",
+            )
+        result = self.depot.reset_prefix_cache(mode, scope)
+        key = ("drain", result.drain_id)
+        if not result.done and key not in self._deadlines:
+            self._deadlines.set(key, deadline_seconds, lambda: self._abandon_drain(result.drain_id))
+        return result
+
+    def _abandon_drain(self, drain_id: int) -> None:
+        self.depot.abandon_drain(drain_id)
+
+    def evict_blocks(self, block_ids: Sequence[int]) -> int:
+        """Make blocks no hits any more; how many were."""
+        num_blocks = self.depot.evict_blocks(block_ids)
+        self.publish()
+        return num_blocks
+
     def publish(self) -> None:
         """Hand on the events that a call caused."""
         entries = self.depot.take_feed()
         if entries:
             self.publisher.publish(entries)
+
+    # --- the end ----------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Begin to stop: no session is opened any more. What serves the node does the rest."""
+        self.draining = True
+        self.drain_requested.set()
+
+    def end_streams(self) -> None:
+        """No more requests on open streams; those of workers and followers end."""
+        self.draining_streams = True
+        for workers in self._workers.values():
+            for worker in workers:
+                worker.wake()
+        self.publisher.close()
+
+    def require_streams(self) -> None:
+        """Unavailable once open streams are to end."""
+        if self.draining_streams:
+            raise _stopping()
+
+    def close(self) -> None:
+        """Nothing is called back any more."""
+        self._deadlines.close()
+
+
+def _stopping() -> Unavailable:
+    return Unavailable("the server is stopping", reason="DRAINING", retryable=True)
 
 
 def _unreachable() -> bytes:

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from time import perf_counter
 from typing import Any, TypeAlias, TypeVar
 
@@ -49,9 +50,30 @@ class RpcCounts:
 class Rpcs:
     """Makes the handlers of one server; ``counts`` holds one entry a method."""
 
-    def __init__(self, epoch: str) -> None:
+    def __init__(self, epoch: str, *, streams_max: int) -> None:
         self.counts: dict[str, RpcCounts] = {}
+        # Open now, of all methods together.
+        self.num_streams = 0
+        self._streams_max = streams_max
         self._epoch = epoch
+
+    def stream(self) -> AbstractContextManager[None]:
+        """One more stream, open until the context ends. ResourceExhausted if it is too many."""
+        if self.num_streams >= self._streams_max:
+            raise ResourceExhausted(
+                f"{self.num_streams} streams are open, the maximum",
+                reason="TOO_MANY_STREAMS",
+                retryable=True,
+            )
+        return self._stream()
+
+    @contextmanager
+    def _stream(self) -> Iterator[None]:
+        self.num_streams += 1
+        try:
+            yield
+        finally:
+            self.num_streams -= 1
 
     def failure(self, error: Exception, method: str) -> Failure:
         """The status of ``error`` in a call of ``method``."""
@@ -95,7 +117,8 @@ class Rpcs:
             began = perf_counter()
             code = "CANCELLED"
             try:
-                await serve(parse(raw), context)
+                with self.stream():
+                    await serve(parse(raw), context)
                 code = "OK"
             except grpc.aio.InternalError:
                 return  # a write to a client that is gone

@@ -21,21 +21,26 @@ from kvcore.memory import PoolMemory, remove_abandoned
 from kvcore.spec import DepotConfig
 from kvserver import admin, cache, event, headroom, health, reflect, sockets, transfer
 from kvserver.config import ConfigError, ServerConfig, parse, split_address
+from kvserver.deadlines import Clock
 from kvserver.metrics import DepotCollector, MetricsServer
-from kvserver.node import Node
+from kvserver.node import Node, SessionPolicy
 from kvserver.publisher import Publisher
 from kvserver.rpc import Rpcs, register
 
 logger = logging.getLogger(__name__)
 
 _DRAIN_POLL_SECONDS = 0.05
+_LINGER_SECONDS = 0.1
 _STOP_SECONDS = 1.0
 
 
 class Server:
-    """A running node. ``await start()``, then ``await stop()``, on one event loop."""
+    """A running node. ``await start()``, then ``await stop()``, on one event loop.
 
-    def __init__(self, config: ServerConfig) -> None:
+    ``clock`` is what leases run by, the event loop's unless given.
+    """
+
+    def __init__(self, config: ServerConfig, *, clock: Clock | None = None) -> None:
         self.config = config
         self.port = 0
         self.metrics_port: int | None = None
@@ -59,9 +64,17 @@ class Server:
                 subscribers_max=config.max_subscribers,
                 heartbeat_seconds=config.event_heartbeat_s,
             ),
-            reply_window=config.reply_window,
+            SessionPolicy(
+                reply_window=config.reply_window,
+                lease_ttl_seconds=config.lease_ttl_seconds,
+                lease_ttl_seconds_max=config.lease_ttl_seconds_max,
+                quarantine_seconds=config.quarantine_seconds,
+                reset_deadline_seconds=config.reset_deadline_seconds,
+                worker_heartbeat_seconds=config.worker_heartbeat_s,
+            ),
+            clock=clock,
         )
-        self._rpcs = Rpcs(depot.epoch)
+        self._rpcs = Rpcs(depot.epoch, streams_max=config.max_concurrent_streams)
         self._cache = cache.CacheService(self.node, self._rpcs)
         self._metrics: MetricsServer | None = None
 
@@ -139,18 +152,21 @@ class Server:
         Setting ``hurry`` ends the grace at once.
         """
         loop = asyncio.get_running_loop()
-        self.node.draining = True
+        self.node.drain()
         self._health.stop()
         deadline = loop.time() + self.config.drain_grace_s
         while self.node.depot.sessions and loop.time() < deadline:
             if hurry is not None and hurry.is_set():
                 break
             await asyncio.sleep(_DRAIN_POLL_SECONDS)
-        self.node.draining_streams = True
+        self.node.end_streams()
         self._cache.end_streams()
-        self.node.publisher.close()
         self._health.end_streams()
+        if self._rpcs.num_streams:
+            # A client that finds its connection gone does not read why its stream ended.
+            await asyncio.sleep(_LINGER_SECONDS)
         await self._grpc.stop(_STOP_SECONDS)
+        self.node.close()
         if self._metrics is not None:
             await loop.run_in_executor(None, self._metrics.close)
         if self.config.uds:
@@ -227,7 +243,9 @@ async def _serve(config: ServerConfig) -> None:
     gc.collect()
     gc.freeze()
     print(server.ready_line(), flush=True)
+    drained = asyncio.create_task(_drained(server, stopping))
     await stopping.wait()
+    drained.cancel()
     if num_sessions := len(server.node.depot.sessions):
         logger.info(
             "stopping: %d open sessions get %g s to close; another signal skips that",
@@ -236,6 +254,12 @@ async def _serve(config: ServerConfig) -> None:
     else:
         logger.info("stopping")
     await server.stop(hurry)
+
+
+async def _drained(server: Server, stopping: asyncio.Event) -> None:
+    """An operator's Drain stops the server as a signal does."""
+    await server.node.drain_requested.wait()
+    stopping.set()
 
 
 def main(config: ServerConfig) -> int:

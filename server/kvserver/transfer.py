@@ -44,6 +44,9 @@ class TransferService:
         rpcs = self._rpcs
         return {
             "DescribePool": rpcs.unary("DescribePool", pb.DescribePoolRequest, self.describe_pool),
+            "AttachWorker": rpcs.server_stream(
+                "AttachWorker", pb.AttachWorkerRequest, self._attach_worker
+            ),
             "PullBlocks": rpcs.server_stream("PullBlocks", pb.PullBlocksRequest, self._pull_blocks),
         }
 
@@ -52,6 +55,26 @@ class TransferService:
         return pb.DescribePoolResponse(
             pool=self._node.pool, epoch=self._node.depot.epoch
         ).SerializeToString()
+
+    async def _attach_worker(self, request: pb.AttachWorkerRequest, context: Context) -> None:
+        """Lasts until the worker is gone or the server stops; an ended session is only told."""
+        node = self._node
+        node.require_streams()
+        session = node.session(request.session_id, request.epoch, within="")
+        worker = node.attach_worker(session, request.name)
+        heartbeat = node.policy.worker_heartbeat_seconds
+        try:
+            while True:
+                message = pb.AttachWorkerResponse(
+                    epoch=node.depot.epoch,
+                    heartbeat_seconds=heartbeat,
+                    session_ended=worker.session_ended,
+                )
+                await context.write(message.SerializeToString())
+                await worker.wait(heartbeat)
+                node.require_streams()
+        finally:
+            node.detach_worker(worker)
 
     async def _pull_blocks(self, request: pb.PullBlocksRequest, context: Context) -> None:
         memory = self._check(request)

@@ -67,6 +67,13 @@ def kvdepot(*arguments: str, timeout_seconds: float = TIMEOUT_SECONDS) -> Finish
 @contextlib.contextmanager
 def serving(*options: str) -> Iterator[str]:
     """A server on a free port; gives its target."""
+    with server(*options) as (_, target):
+        yield target
+
+
+@contextlib.contextmanager
+def server(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server, on a free port unless ``options`` name one; gives its process and target."""
     command = [sys.executable, "-m", "kvclient.cli", "serve", "--listen", "127.0.0.1:0"]
     with subprocess.Popen(
         [*command, "--no-metrics", "--drain-grace-s", "0", *options],
@@ -78,6 +85,6 @@ def serving(*options: str) -> Iterator[str]:
             assert process.stdout is not None
             found = re.search(r"\bgrpc=(\S+)", process.stdout.readline())
             assert found is not None
-            yield found[1]
+            yield process, found[1]
         finally:
             stop(process)

@@ -61,7 +61,8 @@ async def story(client: Any) -> None:
     mirror.apply(await following(events))
     tell("at first", sorted(mirror.hashes()))
 
-    session = await of(client.open_session("story", pool.fingerprint))
+    session = await of(client.open_session("story", pool.fingerprint, lease_ttl_s=50))
+    tell("lease", session.lease_ttl_s)
     tell("lookup", await of(session.get_computed_blocks("a", PROMPT)))
     tell("slots", await of(session.allocate_slots(SlotRequest("a", num_new_tokens=10))))
     grown = Content([110, 111], token_offset=10)
@@ -102,6 +103,10 @@ async def story(client: Any) -> None:
     for what, bad in {
         "unknown ticket": lambda: session.return_blocks(99),
         "busy reset": lambda: session.reset_prefix_cache(),
+        "drain in vain": lambda: session.reset_prefix_cache("drain", timeout_s=0.05),
+        "no such mode": lambda: session.reset_prefix_cache("gently"),
+        "no block": lambda: client.evict_blocks([1, 65]),
+        "nobody's worker": lambda: client.attach_worker("nobody", session.epoch),
         "bad mark": lambda: session.free("a", mark=StepMark(1, 2)),
         "bad token": lambda: session.get_computed_blocks("d", [-1]),
         "odd bytes": lambda: session.get_computed_blocks("d", b"\1\2\3"),
@@ -129,10 +134,52 @@ async def story(client: Any) -> None:
     pulled = await items(client.pull_blocks([*hashes, bytes(32)], checksums=True))
     tell("pulled", [[block.status.name, len(block.data)] for block in pulled])
     tell("violations", (await of(client.audit())).violations)
+    await operators(client, session)
+    worker = await of(client.attach_worker(session.session_id, session.epoch, "worker"))
     await of(stream.close())
     tell("closed", await of(session.close()))
+    while (error := await raised(worker.check)) is None:
+        await asyncio.sleep(0.01)
+    tell("after its end", error)
+    await of(worker.close())
+    again = await of(session.reopen())
+    tell("reopened", [again.session_id != session.session_id, again.lease_ttl_s])
+    await of(again.close())
     tell("closed again", await of(session.close()))
     await of(client.close())
+
+
+async def operators(client: Any, session: Any) -> None:
+    """What operators see and do, and workers."""
+    await of(session.get_computed_blocks("d", PROMPT))
+    worker = await of(client.attach_worker(session.session_id, session.epoch, "worker"))
+    tell("attached", await raised(worker.check))
+    hasty = await of(client.open_session("hasty", lease_ttl_s=0.5))
+    sessions = await of(client.list_sessions())
+    tell("listed", [[s.name, s.state.name, s.num_requests, s.num_workers] for s in sessions])
+    workers = [(await of(client.stats())).num_workers]
+    await of(worker.close())
+    while (await of(client.stats())).num_workers:
+        await asyncio.sleep(0.01)
+    tell("workers", [*workers, 0])
+    tell("while detached", await raised(worker.check))
+    page = await of(client.list_requests(session.session_id, page_size=2))
+    rest = await of(client.list_requests(session.session_id, page_token=page.next_page_token))
+    tell("pages", [[request.request_id for request in part.requests] for part in (page, rest)])
+    tell("requests", [asdict(request) | {"session_id": ""} for request in page.requests])
+    tell("evicted", await of(client.evict_blocks([1, 1, 64])))
+    tell("scoped", await of(session.reset_prefix_cache(cache_salt="salt")))
+    tell("forced", await of(session.reset_prefix_cache("force")))
+    await of(hasty.close())
+
+
+async def raised(check: Any) -> Any:
+    """What a check raises; None when nothing."""
+    try:
+        check()
+    except KVDepotError as error:
+        return [type(error).__name__, error.reason, error.field, error.retryable]
+    return None
 
 
 async def old_events(client: Any) -> list[Any]:

@@ -13,14 +13,16 @@ from click.testing import CliRunner, Result
 
 from kvclient.cli import main
 from kvclient.client import Client
-from kvclient.values import SlotRequest
-from replay_tools import serving
+from kvclient.session import Session
+from kvclient.values import Content, ExtraKeys, SlotRequest
+from replay_tools import server, serving
 
 PROMPT = list(range(40))
 
 
-def kvdepot(*arguments: str) -> Result:
-    return CliRunner().invoke(main, list(arguments), catch_exceptions=False)
+def kvdepot(*arguments: str, columns: int = 80) -> Result:
+    runner = CliRunner(env={"COLUMNS": str(columns)})
+    return runner.invoke(main, list(arguments), catch_exceptions=False)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,10 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def test_help_lists_the_commands() -> None:
     result = kvdepot("--help")
     assert result.exit_code == 0
-    for name in ("serve", "replay", "demo", "stat", "pull", "audit"):
+    for name in (
+        *("serve", "replay", "demo", "stat", "sessions", "requests"),
+        *("audit", "pull", "evict", "reset", "drain"),
+    ):
         assert f"\n  {name} " in result.output
     assert not re.search(r"\.\.\.$", result.output.partition("Commands:")[2], re.MULTILINE)
 
@@ -57,7 +62,12 @@ def test_stat(target: str) -> None:
 def test_audit(target: str) -> None:
     assert "0 violations" in kvdepot("audit", "--server", target).output
     report = json.loads(kvdepot("audit", "--server", target, "--json").output)
-    assert report == {"violations": [], "num_blocks_checked": 9, "num_requests_checked": 0}
+    assert report == {
+        "violations": [],
+        "num_blocks_checked": 9,
+        "num_requests_checked": 0,
+        "holders": [],
+    }
 
 
 def test_pull_everything_and_then_by_name(target: str, tmp_path: Path) -> None:
@@ -76,11 +86,97 @@ def test_pull_everything_and_then_by_name(target: str, tmp_path: Path) -> None:
     assert "1 ready, 0 pending, 1 missing" in missing.stdout
 
 
+@pytest.fixture
+def at_work(tmp_path: Path) -> Iterator[tuple[str, Session]]:
+    """A server, and a session of it with a waiting and a running request and a worker."""
+    with (
+        serving("--mapping-dir", str(tmp_path), "--num-blocks", "33") as target,
+        Client(target) as client,
+        client.open_session("engine-0", lease_ttl_s=20) as session,
+        client.attach_worker(session.session_id),
+    ):
+        salted = Content(PROMPT, extra_keys=ExtraKeys(lora_name="adapter"))
+        session.allocate_slots(SlotRequest("runs", salted, lookup=True))
+        session.get_computed_blocks("waits", [1, 2, 3])
+        yield target, session
+
+
+def test_sessions(at_work: tuple[str, Session]) -> None:
+    target, session = at_work
+    text = kvdepot("sessions", "--server", target, columns=200).output
+    for words in (session.session_id, "engine-0", "open", "s ago", "of 20 s"):
+        assert words in text
+    listed = json.loads(kvdepot("sessions", "--server", target, "--json").output)["sessions"]
+    assert [(info["name"], info["state"]) for info in listed] == [("engine-0", "open")]
+    assert (listed[0]["num_requests"], listed[0]["num_tokens"]) == (2, len(PROMPT) + 3)
+    assert (listed[0]["num_blocks"], listed[0]["num_workers"]) == (3, 1)
+    session.close()
+    text = kvdepot("sessions", "--server", target, columns=200).output
+    assert "departed" in text and "over" in text
+    stats = json.loads(kvdepot("stat", "--server", target, "--json").output)
+    assert (stats["num_sessions"], stats["num_departed_sessions"]) == (0, 1)
+
+
+def test_requests(at_work: tuple[str, Session]) -> None:
+    target, session = at_work
+    text = kvdepot("requests", "--server", target, columns=200).output
+    for words in ("runs", "running", "waits", "waiting", "adapter", f"{len(PROMPT)}"):
+        assert words in text
+    one = kvdepot("requests", "--server", target, "--limit", "1", "--json")
+    answer = json.loads(one.output)
+    assert [info["request_id"] for info in answer["requests"]] == ["runs"]
+    assert answer["more"] is True
+    of_session = ("requests", "--server", target, "--session", session.session_id, "--json")
+    answer = json.loads(kvdepot(*of_session).output)
+    assert [info["state"] for info in answer["requests"]] == ["running", "waiting"]
+    assert answer["more"] is False
+    nobody = kvdepot("requests", "--server", target, "--session", "nobody")
+    assert nobody.exit_code == 1
+    assert "UNKNOWN_SESSION" in nobody.stderr
+
+
+def test_reset_and_evict(at_work: tuple[str, Session]) -> None:
+    target, session = at_work
+    refused = kvdepot("reset", "--server", target)
+    assert refused.exit_code == 1
+    assert "session engine-0 request runs (3 blocks)" in refused.stderr
+    assert "BLOCKS_IN_USE" in refused.stderr
+    in_vain = kvdepot("reset", "--server", target, "--mode", "drain", "--timeout-s", "0.05")
+    assert "session engine-0 request runs (3 blocks) (DRAIN_ABANDONED)" in in_vain.stderr
+    other = kvdepot("reset", "--server", target, "--cache-salt", "another")
+    assert other.output == "reset; generation 1 has begun\n"
+    evicted = kvdepot("evict", "--server", target, "1", "2", "3")
+    assert evicted.output == "2 of 3 blocks had content and lost it\n"
+    out_of_range = kvdepot("evict", "--server", target, "33")
+    assert out_of_range.exit_code == 1
+    assert "from 1 to 32, not 33" in out_of_range.stderr
+    forced = kvdepot("reset", "--server", target, "--mode", "force", "--json")
+    assert json.loads(forced.output) == {"generation": 2}
+    assert (
+        "in use: session engine-0 request runs (3 blocks)"
+        in kvdepot("audit", "--server", target).output
+    )
+    session.free("runs")
+    assert json.loads(kvdepot("evict", "--server", target, "1", "--json").output) == {"evicted": 0}
+
+
+def test_drain(tmp_path: Path) -> None:
+    with server("--mapping-dir", str(tmp_path), "--num-blocks", "9") as (process, target):
+        drained = kvdepot("drain", "--server", target)
+        assert drained.output == "the server stops; it waits for 0 sessions, within its grace\n"
+        assert process.wait(20) == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
         pytest.param(["pull"], 2, "hashes of blocks, or --all", id="pull-nothing"),
         pytest.param(["pull", "ab"], 2, "'ab' is no hash: one has 64 hex digits", id="pull-short"),
+        pytest.param(["evict"], 2, "Missing argument", id="evict-nothing"),
+        pytest.param(["evict", "0"], 2, "x>=1", id="evict-the-null-block"),
+        pytest.param(["reset", "--mode", "gently"], 2, "'refuse', 'drain', 'force'", id="mode"),
+        pytest.param(["requests", "--limit", "0"], 2, "--limit", id="no-requests"),
+        pytest.param(["sessions", "--server", "127.0.0.1:1"], 1, "UNAVAILABLE", id="sessions"),
         pytest.param(["pull", "--all", "00"], 2, "hashes of blocks, or --all", id="pull-both"),
         pytest.param(["pull", "xy" * 32], 2, "is no hash", id="pull-no-hash"),
         pytest.param(["replay", "/no/such/trace"], 2, "does not exist", id="no-trace"),

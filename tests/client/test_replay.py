@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import pytest
 from kvclient.client import Client
 from kvclient.replay.trace import TRACE_BLOCK_SIZE, TraceRequest, generate_trace, read_trace
 from kvclient.values import Content, Outcome, SlotRequest
-from replay_tools import kvdepot, serving
+from replay_tools import kvdepot, server, serving
 
 RPCS = {"AllocateSlots", "CacheBlocks", "Free", "GetComputedBlocks", "Step"}
 REAL_TRACE = Path(
@@ -153,6 +155,30 @@ def test_others_may_use_the_server_too(tmp_path: Path) -> None:
         finished = kvdepot("replay", "--server", target, "--requests", "30", "--json")
         assert finished.status == 0, finished.errors
         assert finished.json["blocks_pulled"] > 0
+
+
+def test_schedulers_go_on_after_the_server_was_killed(tmp_path: Path) -> None:
+    options = ("--mapping-dir", str(tmp_path), "--capacity-tokens", "60000")
+    arguments = ("replay", "--requests", "120", "--reopen", "--lease-ttl-s", "20", "--json")
+    with ThreadPoolExecutor() as threads:
+        with server(*options) as (process, target):
+            replay = threads.submit(kvdepot, *arguments, "--server", target)
+            with Client(target) as client:
+                while client.stats().prefix_cache_queries < 20_000:
+                    time.sleep(0.02)
+                    assert not replay.done(), replay.result().errors
+            process.kill()
+        with server(*options, "--listen", target):
+            finished = replay.result()
+    assert finished.status == 0, finished.errors
+    report = finished.json
+    assert report["failures"] == []
+    assert report["requests"] == 120
+    assert report["sessions_reopened"] >= 1
+    assert report["requests_readmitted"] > 0
+    assert report["blocks_verified"] > 0
+    assert report["mirror_equal"] is True
+    assert report["event_stream_resumed"] > 0
 
 
 def test_the_demo_says_what_one_saw() -> None:

@@ -58,7 +58,13 @@ def test_the_answers(told: dict[str, list[dict[str, Any]]]) -> None:
     # Blocks 1 to 3 of request a, and the two that only the salt sets apart.
     assert len(answers["mirrored"]) == 5
     assert answers["pulled"] == [*[["READY", 512]] * 5, ["MISSING", 0]]
-    assert answers["closed"] == 2
+    assert answers["closed"] == 3
+    assert answers["listed"] == [["story", "OPEN", 3, 1], ["hasty", "OPEN", 0, 0]]
+    assert answers["pages"] == [["a", "b"], ["d"]]
+    assert answers["evicted"] == 1
+    assert answers["forced"] == 2
+    assert answers["scoped"] == 1
+    assert answers["workers"] == [1, 0]
     assert answers["closed again"] == 0
 
 
@@ -66,7 +72,13 @@ def test_the_answers(told: dict[str, list[dict[str, Any]]]) -> None:
     ("what", "error"),
     [
         ("unknown ticket", ["NotFound", "UNKNOWN_TICKET", "ticket", False]),
-        ("busy reset", ["FailedPrecondition", "BLOCKS_IN_USE", "", True]),
+        ("busy reset", ["BlocksInUse", "BLOCKS_IN_USE", "", True]),
+        ("drain in vain", ["BlocksInUse", "DRAIN_ABANDONED", "", True]),
+        ("no such mode", ["InvalidArgument", "INVALID_ARGUMENT", "mode", False]),
+        ("no block", ["InvalidArgument", "INVALID_ARGUMENT", "block_ids[1]", False]),
+        ("nobody's worker", ["CacheLost", "UNKNOWN_SESSION", "session_id", False]),
+        ("while detached", ["FailedPrecondition", "DETACHED", "", False]),
+        ("after its end", ["CacheLost", "SESSION_ENDED", "", False]),
         (
             "bad mark",
             ["InvalidArgument", "INVALID_ARGUMENT", "context.completed_step", False],

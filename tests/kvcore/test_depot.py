@@ -235,7 +235,7 @@ def test_reset_names_the_holders() -> None:
     session.begin(None, None)
     depot.free(session, "a", FreeMode.FINISH, did_not_run=False)
     depot.take_truth_events()
-    assert depot.reset_prefix_cache() == 1
+    assert depot.reset_prefix_cache().generation == 1
     assert depot.take_truth_events() == [AllBlocksCleared(1)]
     assert admit(depot, session, "a", PROMPT).num_new_computed_tokens == 0
 

@@ -126,6 +126,7 @@ def test_steps_are_answered_as_in_full(seed: int) -> None:
     num_blocks, lag = random.choice([12, 20, 60]), random.randrange(3)
     depots = [make_depot(num_blocks) for _ in range(2)]
     sessions = [depot.open_session("") for depot in depots]
+    sessions[1].session_id = sessions[0].session_id  # a refusal names it
     never_settled(sessions[1].manager)
     for number in range(1, 150):
         step = random_step(random, sessions[0], ["a", "b", "c", "d"])

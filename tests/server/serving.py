@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
@@ -23,6 +26,8 @@ from kvdepot.v1 import (
     transfer_pb2_grpc,
     types_pb2,
 )
+from kvserver.config import ServerConfig
+from kvserver.deadlines import Clock
 from kvserver.serve import Server
 
 Answer = TypeVar("Answer")
@@ -85,6 +90,12 @@ class EventLoopThread:
 
         result: Answer = self.run(on_loop())
         return result
+
+
+@functools.cache
+def event_loop_thread() -> EventLoopThread:
+    """The one of this process; it lives as long."""
+    return EventLoopThread()
 
 
 class Scheduler:
@@ -206,3 +217,43 @@ class Served:
 
 
 Serve = Callable[..., Served]
+
+
+@contextlib.contextmanager
+def serving(directory: Path) -> Iterator[Serve]:
+    """Starts servers; keywords are ServerConfig's. All stop at the end.
+
+    With ``clock`` the leases of a server run by it.
+    """
+    running: list[Served] = []
+    loop = event_loop_thread()
+
+    def start(*, clock: Clock | None = None, **options: Any) -> Served:
+        defaults: dict[str, Any] = {
+            "listen": "127.0.0.1:0",
+            "no_metrics": True,
+            "block_size": BLOCK_SIZE,
+            "num_blocks": 33,
+            "mapping_dir": str(directory),
+            "drain_grace_s": 0.0,
+        }
+        config = ServerConfig(**(defaults | options))
+        server = loop.call(lambda: Server(config, clock=clock))
+        loop.run(server.start())
+        channel = grpc.insecure_channel(
+            f"127.0.0.1:{server.port}",
+            options=[
+                ("grpc.max_receive_message_length", -1),
+                ("grpc.max_send_message_length", -1),
+                ("grpc.use_local_subchannel_pool", 1),
+            ],
+        )
+        running.append(Served(server, loop, channel))
+        return running[-1]
+
+    try:
+        yield start
+    finally:
+        for served in running:
+            served.channel.close()
+            loop.run(served.server.stop())

@@ -57,7 +57,12 @@ Make = Callable[[types_pb2.CallContext], Message]
 
 # One valid request of every RPC, given a live session's context.
 REQUESTS: dict[str, Make] = {
-    "KVCacheService/OpenSession": lambda _: cache_pb2.OpenSessionRequest(name="n", fingerprint=""),
+    "KVCacheService/OpenSession": lambda _: cache_pb2.OpenSessionRequest(
+        name="n", fingerprint="", lease_ttl_seconds=30.0
+    ),
+    "KVCacheService/KeepAlive": lambda c: cache_pb2.KeepAliveRequest(
+        session_id=c.session_id, epoch=c.epoch
+    ),
     "KVCacheService/CloseSession": lambda c: cache_pb2.CloseSessionRequest(context=c),
     "KVCacheService/GetComputedBlocks": lambda c: cache_pb2.GetComputedBlocksRequest(
         context=c, request_id="r1", content=_CONTENT
@@ -72,7 +77,12 @@ REQUESTS: dict[str, Make] = {
         context=c, request_id="r0", mode=cache_pb2.FREE_MODE_DETACH, did_not_run=True
     ),
     "KVCacheService/ReturnBlocks": lambda c: cache_pb2.ReturnBlocksRequest(context=c, ticket=1),
-    "KVCacheService/ResetPrefixCache": lambda c: cache_pb2.ResetPrefixCacheRequest(context=c),
+    "KVCacheService/ResetPrefixCache": lambda c: cache_pb2.ResetPrefixCacheRequest(
+        context=c,
+        mode=cache_pb2.RESET_MODE_DRAIN,
+        scope=cache_pb2.ResetScope(lora_name="adapter", cache_salt="salt"),
+        deadline_seconds=5.0,
+    ),
     "KVCacheService/Step": lambda c: cache_pb2.StepRequest(
         context=c,
         runs=[cache_pb2.Run(kind=kind, count=1) for kind in (1, 2, 3, 4)],
@@ -97,11 +107,32 @@ REQUESTS: dict[str, Make] = {
     "KVTransferService/PullBlocks": lambda _: transfer_pb2.PullBlocksRequest(
         block_hashes=[b"h" * 32] * 3, checksums=True
     ),
+    "KVTransferService/AttachWorker": lambda c: transfer_pb2.AttachWorkerRequest(
+        session_id=c.session_id, epoch=c.epoch, name="worker 0"
+    ),
     "KVAdminService/GetStats": lambda _: admin_pb2.GetStatsRequest(),
     "KVAdminService/Audit": lambda _: admin_pb2.AuditRequest(),
+    "KVAdminService/ListSessions": lambda _: admin_pb2.ListSessionsRequest(),
+    "KVAdminService/ListRequests": lambda c: admin_pb2.ListRequestsRequest(
+        session_id=c.session_id, page_size=3, page_token="1"
+    ),
+    "KVAdminService/EvictBlocks": lambda _: admin_pb2.EvictBlocksRequest(block_ids=[1, 2, 32]),
+    "KVAdminService/Drain": lambda _: admin_pb2.DrainRequest(),
 }
 REQUESTS["KVCacheService/StepStream"] = REQUESTS["KVCacheService/Step"]
-STREAMED = {"KVEventService/StreamEvents", "KVTransferService/PullBlocks"}
+# These answer until they are cancelled: one message or the initial metadata will do.
+ENDLESS = {"KVEventService/StreamEvents", "KVTransferService/AttachWorker"}
+STREAMED = {*ENDLESS, "KVTransferService/PullBlocks"}
+
+
+def test_no_rpc_is_left_out() -> None:
+    served = {
+        f"{service.name}/{method.name}"
+        for module in (admin_pb2, cache_pb2, event_pb2, transfer_pb2)
+        for service in module.DESCRIPTOR.services_by_name.values()
+        for method in service.methods
+    }
+    assert REQUESTS.keys() == served
 
 
 def damaged(chance: random.Random, raw: bytes) -> bytes:
@@ -180,8 +211,7 @@ def test_no_bytes_break_the_server(served: Served, method: str, num_calls: int) 
     def settle(answer: Any) -> None:
         try:
             if streaming:
-                # Most event streams stay open: one message or the initial metadata will do.
-                if method.endswith("StreamEvents"):
+                if method in ENDLESS:
                     answer.initial_metadata()
                     if not answer.done():
                         answer.cancel()
@@ -237,8 +267,9 @@ def sender(served: Served, method: str) -> Callable[[bytes], Any]:
 
 
 def close_all(served: Served) -> None:
-    """End every session, in process, so that none runs into the limit."""
+    """End every session, in process, so that none runs into the limit, and drain no more."""
     node = served.server.node
+    node.draining = False
     for session in list(node.depot.sessions.values()):
         node.close_session(session)
 

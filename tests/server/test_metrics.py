@@ -7,6 +7,8 @@ from urllib.request import urlopen
 import grpc
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvdepot.v1 import transfer_pb2
+from manual_clock import by_hand
 from serving import Serve, Served, refused, tokens
 
 PROMPT = tokens(*range(1, 11))
@@ -40,6 +42,7 @@ def test_a_scrape_tells_what_happened(serve: Serve) -> None:
     assert seen["kvdepot_prefix_cache_query_tokens_total"][()] == 20
     assert seen["kvdepot_prefix_cache_hit_tokens_total"][()] == 8
     assert seen["kvdepot_sessions"][()] == seen["kvdepot_requests"][()] == 1
+    assert seen["kvdepot_sessions_ended_total"] == {("closed",): 0, ("expired",): 0}
     calls = seen["kvdepot_rpc_requests_total"]
     assert calls["OK", "AllocateSlots"] == 2
     assert calls["INVALID_ARGUMENT", "Free"] == 1
@@ -48,6 +51,28 @@ def test_a_scrape_tells_what_happened(serve: Serve) -> None:
     assert buckets["+Inf", "AllocateSlots"] == 2
     assert seen["kvdepot_events_total"]["stored",] >= 1
     assert all(name.startswith(("kvdepot_", "process_")) for name in seen)
+
+
+def test_a_session_that_expires_under_its_worker(serve: Serve) -> None:
+    served = serve(no_metrics=False, metrics_port=0)
+    clock = by_hand(served)
+    dies = served.open()
+    served.open().close()
+    worker = served.transfer.AttachWorker(
+        transfer_pb2.AttachWorkerRequest(session_id=dies.opened.session_id), timeout=20
+    )
+    next(worker)
+    dies.admit("a", PROMPT)
+    seen = scrape(served)
+    assert (seen["kvdepot_workers"][()], seen["kvdepot_streams"][()]) == (1, 1)
+
+    served.loop.call(lambda: clock.advance(31))
+    seen = scrape(served)
+    assert seen["kvdepot_sessions_ended_total"] == {("closed",): 1, ("expired",): 1}
+    assert (seen["kvdepot_sessions"][()], seen["kvdepot_departed_sessions"][()]) == (0, 1)
+    assert seen["kvdepot_blocks"]["quarantined",] == 3
+    assert sum(seen["kvdepot_blocks"].values()) == 32
+    worker.cancel()
 
 
 def test_a_refusal_is_counted(serve: Serve) -> None:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import Queue
 from urllib.request import urlopen
 
 import grpc
@@ -18,7 +19,16 @@ from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from kvdepot.v1 import cache_pb2_grpc, event_pb2, event_pb2_grpc
+from kvdepot.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    cache_pb2,
+    cache_pb2_grpc,
+    event_pb2,
+    event_pb2_grpc,
+    transfer_pb2,
+    transfer_pb2_grpc,
+)
 from kvserver.config import ConfigError
 from serving import Scheduler, Serve, refused, tokens
 
@@ -114,6 +124,45 @@ def test_a_day_of_the_process(start: Start, tmp_path: Path, number: signal.Signa
         refused(lambda: list(follower), grpc.StatusCode.UNAVAILABLE)
         assert process.popen.wait(20) == 0
     assert list(tmp_path.iterdir()) == []
+    assert "Traceback" not in process.stderr()
+
+
+@pytest.mark.parametrize("by", ["SIGTERM", "Drain"])
+def test_a_stop_tells_every_stream_why(start: Start, by: str) -> None:
+    """Who stays beyond the grace is told that the server drains, and the process exits with 0."""
+    process = start("--drain-grace-s", "0.3")
+    with grpc.insecure_channel(process.target) as channel:
+        scheduler = Scheduler(cache_pb2_grpc.KVCacheServiceStub(channel))
+        requests: Queue[cache_pb2.StepRequest | None] = Queue()
+        requests.put(cache_pb2.StepRequest(context=scheduler.context()))
+        steps = scheduler.stub.StepStream(iter(requests.get, None), timeout=30)
+        next(steps)
+        worker = transfer_pb2_grpc.KVTransferServiceStub(channel).AttachWorker(
+            transfer_pb2.AttachWorkerRequest(session_id=scheduler.opened.session_id), timeout=30
+        )
+        next(worker)
+        follower = event_pb2_grpc.KVEventServiceStub(channel).StreamEvents(
+            event_pb2.StreamEventsRequest(), timeout=30
+        )
+        follower.initial_metadata()
+        health = health_pb2_grpc.HealthStub(channel)
+        watch = health.Watch(health_pb2.HealthCheckRequest(), timeout=30)
+        next(watch)
+
+        if by == "Drain":
+            admin = admin_pb2_grpc.KVAdminServiceStub(channel)
+            assert admin.Drain(admin_pb2.DrainRequest(), timeout=20).num_sessions == 1
+        else:
+            process.popen.send_signal(signal.SIGTERM)
+        # Not serving comes first; the session's calls are answered in the grace.
+        assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        requests.put(cache_pb2.StepRequest(context=scheduler.context()))
+        next(steps)
+        for stream in (steps, worker, follower):
+            detail = refused(lambda stream=stream: list(stream), grpc.StatusCode.UNAVAILABLE)
+            assert (detail.reason, detail.retryable) == ("DRAINING", True)
+        requests.put(None)
+        assert process.popen.wait(20) == 0
     assert "Traceback" not in process.stderr()
 
 

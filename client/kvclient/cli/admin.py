@@ -1,4 +1,4 @@
-"""``kvdepot stat`` and ``kvdepot audit``: what operators ask."""
+"""``kvdepot stat``, ``audit`` and ``drain``: a server as a whole."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.table import Table
 
 from kvclient.cli.options import json_option, print_json, progress, server_option
 from kvclient.client import Client
-from kvclient.values import Stats
+from kvclient.reports import Stats
 
 
 @click.command()
@@ -45,12 +45,27 @@ def audit(target: str, as_json: bool) -> None:
     else:
         for violation in report.violations:
             click.echo(violation)
+        for holder in report.holders:
+            click.echo(f"in use: {holder}")
         click.echo(
             f"{report.num_blocks_checked} blocks and {report.num_requests_checked} requests "
             f"checked: {len(report.violations)} violations"
         )
     if report.violations:
         raise SystemExit(1)
+
+
+@click.command()
+@server_option
+@json_option
+def drain(target: str, as_json: bool) -> None:
+    """Stop a server as SIGTERM does: no new sessions, a grace for those that are open."""
+    with Client(target) as client:
+        num_sessions = client.drain()
+    if as_json:
+        print_json({"sessions": num_sessions})
+    else:
+        click.echo(f"the server stops; it waits for {num_sessions} sessions, within its grace")
 
 
 def _stats_table(stats: Stats) -> Table:
@@ -68,12 +83,14 @@ def _stats_table(stats: Stats) -> Table:
         ("  free", f"{stats.blocks.free:,}"),
         ("usage", f"{stats.usage:.1%}"),
         ("sessions", f"{stats.num_sessions:,}"),
+        ("  over, their workers not", f"{stats.num_departed_sessions:,}"),
+        ("workers attached", f"{stats.num_workers:,}"),
         ("requests", f"{stats.num_requests:,}"),
         ("tokens queried", f"{stats.prefix_cache_queries:,}"),
         ("tokens hit", _share(stats.prefix_cache_hits, stats.prefix_cache_queries)),
         ("  of preempted requests", _share(stats.preempted_hits, stats.preempted_queries)),
         ("evictions", f"{stats.evictions:,}"),
-        ("generation", f"{stats.generation:,}"),
+        ("generation", f"{stats.generation:,}" + (", a reset waits" * stats.reset_pending)),
         ("events", f"{stats.next_event_sequence:,}"),
         ("event subscribers", f"{stats.num_event_subscribers:,}"),
         ("bytes pulled", f"{stats.pulled_bytes:,}"),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import click
 
-from kvclient.cli.admin import audit, stat
+from kvclient.cli.admin import audit, drain, stat
+from kvclient.cli.empty import evict, reset
 from kvclient.cli.pull import pull
 from kvclient.cli.replay import demo, replay
 from kvclient.cli.serve import serve
+from kvclient.cli.sessions import requests, sessions
 from kvclient.errors import KVDepotError, Unavailable
 
 
@@ -34,5 +36,9 @@ def main() -> None:
     """kvdepot: a standalone KV-cache service for LLM inference."""
 
 
-for command in (serve, replay, demo, stat, pull, audit):
+for command in (
+    *(serve, replay, demo),
+    *(stat, sessions, requests, audit),
+    *(pull, evict, reset, drain),
+):
     main.add_command(command)

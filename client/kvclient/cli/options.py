@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import click
@@ -42,3 +43,9 @@ def progress(*columns: ProgressColumn) -> Progress:
     """Goes to standard error, so that standard output stays clean, and only to a terminal."""
     console = Console(stderr=True)
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def waiting(text: str) -> AbstractContextManager[object]:
+    """``text`` while something takes its time; as with progress, only to a terminal."""
+    console = Console(stderr=True)
+    return console.status(text) if console.is_terminal else nullcontext()

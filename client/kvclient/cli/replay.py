@@ -99,6 +99,16 @@ _WHOLE_BLOCK = 1 << 20  # a stride ends with its block anyway
     help="Share of the blocks that are read back.",
 )
 @click.option("--no-follow", is_flag=True, help="No event follower, no peer.")
+@click.option(
+    "--reopen",
+    is_flag=True,
+    help="When a session is lost or the server is away, wait for it, open another and go on.",
+)
+@click.option(
+    "--lease-ttl-s",
+    type=click.FloatRange(0, min_open=True),
+    help="How long a session may be silent (default: the server's).",
+)
 @json_option
 def replay(
     trace: str | None,

@@ -24,6 +24,14 @@ def report_table(report: Report) -> Table:
         ("preemptions", f"{tally.preemptions:,}"),
         ("refusals to allocate", f"{tally.refusals:,}"),
         ("hits changed before allocation", f"{tally.hits_changed:,}"),
+        *(
+            [
+                ("sessions opened anew", f"{tally.reopened:,}"),
+                ("requests admitted again", f"{tally.readmitted:,}"),
+            ]
+            if tally.reopened
+            else []
+        ),
         ("evictions", f"{report.stats.evictions:,} of {report.stats.num_blocks - 1:,} blocks"),
         ("tokens written", f"{tally.tokens_written:,}"),
         ("hit blocks verified", f"{tally.blocks_verified:,}"),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvclient.client import Session
 from kvclient.replay.tally import Tally
+from kvclient.session import Session
 from kvclient.values import (
     Content,
     FreeMode,

@@ -13,10 +13,11 @@ from collections.abc import Iterable, Set
 import numpy as np
 
 from kvclient.client import Client, Stream
-from kvclient.errors import KVDepotError, ResourceExhausted
+from kvclient.errors import DataLoss, KVDepotError, ResourceExhausted, Unavailable
 from kvclient.events import BlockRemoved, BlockStored, Event, EventBatch, IndexMirror
 from kvclient.replay.pattern import Values, prefix_sums
 
+_AWAY_SECONDS = 0.2  # before a server that cannot be reached is asked again
 _REMEMBERED_MAX = 1 << 20  # blocks whose end is kept for their children
 
 
@@ -64,9 +65,14 @@ class Contents:
 
 
 class Follower:
-    """A thread on one event stream, resumed whenever it breaks."""
+    """A thread on one event stream, resumed when it is cut off as too slow.
 
-    def __init__(self, client: Client, roots: Set[bytes] | None = None) -> None:
+    ``persists``: also when the server was away; after a restart it begins anew.
+    """
+
+    def __init__(
+        self, client: Client, roots: Set[bytes] | None = None, *, persists: bool = False
+    ) -> None:
         self.mirror = IndexMirror()
         self.contents = Contents(roots)
         self._roots = roots
@@ -77,6 +83,7 @@ class Follower:
         self.ready = threading.Event()
         """Set once the first snapshot is in, or the follower gave up."""
         self._client = client
+        self._persists = persists
         self._stopping = False
         self._stream: Stream[EventBatch] | None = None
         self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
@@ -123,6 +130,15 @@ class Follower:
                     self._follow()
                 except ResourceExhausted:  # too slow for a moment; nothing is lost
                     self.num_resumed += 1
+                except (DataLoss, Unavailable) as error:
+                    if not self._persists:
+                        raise
+                    self.num_resumed += 1
+                    if isinstance(error, DataLoss):
+                        with self.lock:
+                            self.mirror, self.contents = IndexMirror(), Contents()
+                    else:
+                        time.sleep(_AWAY_SECONDS)
         except (KVDepotError, ValueError) as error:
             if not self._stopping:
                 self.error = str(error)

@@ -59,6 +59,14 @@ class Job:
         count = min(self.num_final - self.num_computed, stride, to_boundary, budget)
         return count, count
 
+    def lose(self) -> None:
+        """The server knows nothing of it any more."""
+        self.preemptions += self.handle != 0
+        self.introduced = False
+        self.handle = 0
+        self.table = []
+        self.num_computed = 0
+
     def span(self, start: int, stop: int, block_size: int) -> Span:
         """The tokens ``start`` to ``stop`` with their blocks."""
         blocks = self.table[start // block_size : -(-stop // block_size)]

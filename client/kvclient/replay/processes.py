@@ -7,28 +7,21 @@ event they share.
 from __future__ import annotations
 
 import signal
-import time
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
 from typing import Any
 
-import numpy as np
-
-from kvclient.client import Client, Session
+from kvclient.client import Client
 from kvclient.errors import KVDepotError
-from kvclient.pool import map_pool
 from kvclient.replay.follower import Follower
-from kvclient.replay.job import make_job
 from kvclient.replay.puller import Puller
-from kvclient.replay.scheduler import ReplayError, Scheduler
+from kvclient.replay.scheduler import ReplayError
 from kvclient.replay.settings import ReplaySettings
+from kvclient.replay.site import AWAY, REOPEN_PAUSE_SECONDS, Site
 from kvclient.replay.tally import Tally
-from kvclient.replay.trace import TraceRequest, first_tokens
-from kvclient.replay.worker import Worker, WrongBytes
-from kvcore.hashing import ExtraKeys, make_scheme
+from kvclient.replay.trace import first_tokens
 
-_PROGRESS_SECONDS = 0.2
 _PULL_PAUSE_SECONDS = 0.05
 
 
@@ -66,61 +59,18 @@ def scheduler_process(
     tally = Tally()
     try:
         requests = settings.load_trace()[number :: settings.schedulers]
-        with Client(target) as client, client.open_session(f"replay-{number}") as session:
-            _schedule(connection, session, settings, number, requests, tally, stop)
+        with Client(target) as client:
+            site = Site(
+                client,
+                settings,
+                number,
+                stop=stop,
+                on_progress=lambda done: connection.send(Progress(number, done)),
+            )
+            site.schedule(requests, tally)
     except (KVDepotError, ReplayError, ValueError) as error:
         tally.failures.append(f"scheduler {number}: {error}")
     connection.send(tally)
-
-
-def _schedule(
-    connection: Connection[Any, Any],
-    session: Session,
-    settings: ReplaySettings,
-    number: int,
-    requests: list[TraceRequest],
-    tally: Tally,
-    stop: Event,
-) -> None:
-    worker = None
-    if settings.with_bytes:
-        worker = Worker(
-            map_pool(session.pool), verify_sample=settings.verify_sample, seed=settings.seed
-        )
-    reported = 0.0
-
-    def on_step() -> bool:
-        nonlocal reported
-        now = time.monotonic()
-        if now - reported > _PROGRESS_SECONDS:
-            reported = now
-            connection.send(Progress(number, tally.requests))
-        return not stop.is_set()
-
-    try:
-        Scheduler(session, worker, iter(requests), settings, tally).run(on_step)
-    except WrongBytes as wrong:
-        tally.failures.append(_describe(wrong, session, requests, settings))
-    finally:
-        if worker is not None:
-            tally.tokens_written = worker.tokens_written
-            tally.blocks_verified = worker.blocks_verified
-            tally.blocks_reread = worker.blocks_reread
-
-
-def _describe(
-    wrong: WrongBytes, session: Session, requests: list[TraceRequest], settings: ReplaySettings
-) -> str:
-    """The failure with the hash of the block, which only now is worth computing."""
-    pool = session.pool
-    block_size = pool.groups[0].block_size
-    request = next(item for item in requests if item.request_id == wrong.request_id)
-    tokens = np.frombuffer(make_job(request, settings).tokens, "<u4")
-    chain = make_scheme(pool.hash_scheme, pool.hash_seed).chain(block_size, ExtraKeys())
-    chain.extend(tokens.tobytes(), len(tokens))
-    index = wrong.position // block_size
-    named = chain.hashes[index].hex() if index < len(chain.hashes) else "none, it is partial"
-    return f"{wrong} (position {index} of the block table, hash {named})"
 
 
 def peer_process(
@@ -131,7 +81,7 @@ def peer_process(
     result = PeerResult()
     try:
         with Client(target) as client:
-            follower = Follower(client, _roots(client, settings))
+            follower = Follower(client, _roots(client, settings), persists=settings.reopen)
             try:
                 follower.ready.wait(client.timeout_s)
                 connection.send(Progress(-1, 0))
@@ -163,9 +113,19 @@ def _pull_until(
     if not settings.with_bytes:
         stop.wait()
         return
-    puller = Puller(client, follower, client.describe_pool(), settings.seed)
+    puller = None
+    while puller is None:
+        try:
+            puller = Puller(client, follower, client.describe_pool(), settings.seed)
+        except AWAY:
+            if not settings.reopen or stop.wait(REOPEN_PAUSE_SECONDS):
+                raise
     while not stop.wait(_PULL_PAUSE_SECONDS):
-        result.failures += puller.pull()
+        try:
+            result.failures += puller.pull()
+        except AWAY:
+            if not settings.reopen:
+                raise
         if result.failures:
             break
     else:  # once more, now that nothing moves

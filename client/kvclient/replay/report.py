@@ -10,7 +10,7 @@ import numpy as np
 from kvclient.replay.processes import PeerResult
 from kvclient.replay.settings import ReplaySettings
 from kvclient.replay.tally import Tally
-from kvclient.values import Stats
+from kvclient.reports import Stats
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +101,8 @@ class Report:
             "preemptions": tally.preemptions,
             "refusals": tally.refusals,
             "hits_changed": tally.hits_changed,
+            "sessions_reopened": tally.reopened,
+            "requests_readmitted": tally.readmitted,
             "tokens_written": tally.tokens_written,
             "blocks_verified": tally.blocks_verified,
             "blocks_reread": tally.blocks_reread,

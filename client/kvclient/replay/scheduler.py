@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from kvclient.client import Session
 from kvclient.replay.calls import TimedCalls
 from kvclient.replay.job import Job, make_job
 from kvclient.replay.pipeline import Pipeline
@@ -21,6 +20,7 @@ from kvclient.replay.settings import ReplaySettings
 from kvclient.replay.tally import Tally
 from kvclient.replay.trace import TRACE_BLOCK_SIZE, TraceRequest
 from kvclient.replay.worker import Worker
+from kvclient.session import Session
 from kvclient.values import (
     BlockTables,
     Content,
@@ -77,6 +77,24 @@ class Scheduler:
         self._pipeline.drain()
         self._calls.close()
 
+    def move_to(self, session: Session, worker: Worker | None) -> None:
+        """Go on over another session: what is not finished is admitted anew from its tokens.
+
+        Steps in flight are given up; what they would have written is computed again.
+        """
+        self._calls.close()
+        self._calls = TimedCalls(session, self._tally)
+        self._pipeline = Pipeline(worker, self._settings.steps_in_flight)
+        # These were done but for their freeing.
+        self._finished.clear()
+        self._finished_unary.clear()
+        self._tally.reopened += 1
+        self._tally.readmitted += len(self.running)
+        self._waiting.extendleft(reversed(self.running))
+        self.running = []
+        for job in self._waiting:
+            job.lose()
+
     def step(self) -> None:
         """One scheduler step."""
         pipeline = self._pipeline
@@ -116,11 +134,11 @@ class Scheduler:
             if plan:  # the first of them was refused
                 victim = self.running.pop()
                 plan = [item for item in plan if item[0] is not victim]
+                self._preempted(victim)
                 if victim.unary:
                     self._calls.free(victim.request_id, FreeMode.PREEMPT, self._pipeline.mark)
                 else:
                     frees = [(victim, FreeMode.PREEMPT)]
-                self._preempted(victim)
         return budget, refused
 
     def _growth_plan(self, budget: int) -> list[tuple[Job, int, int]]:
@@ -221,8 +239,8 @@ class Scheduler:
             else:
                 self._tally.refusals += 1
                 self.running.remove(job)
-                self._calls.free(job.request_id, FreeMode.PREEMPT, mark)
                 self._preempted(job)
+                self._calls.free(job.request_id, FreeMode.PREEMPT, mark)
         return budget
 
     def _admit_unary(self, budget: int) -> None:

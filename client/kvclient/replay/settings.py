@@ -36,6 +36,11 @@ class ReplaySettings:
     follow: bool = True
     """Mirror the index from the event stream, and compare at the end."""
 
+    reopen: bool = False
+    """When a session is lost or the server away: open another one, and go on."""
+    lease_ttl_s: float | None = None
+    """Of the schedulers' sessions; None: the server's default."""
+
     def load_trace(self) -> list[TraceRequest]:
         """The requests. TraceError for a file that is no trace."""
         if self.trace is not None:

@@ -25,6 +25,10 @@ class Tally:
     preemptions: int = 0
     refusals: int = 0
     hits_changed: int = 0
+    reopened: int = 0
+    """Sessions that were lost and opened anew."""
+    readmitted: int = 0
+    """Requests that ran in them, and were admitted again."""
     tokens_written: int = 0
     blocks_verified: int = 0
     blocks_reread: int = 0

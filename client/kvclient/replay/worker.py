@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from kvclient.attachment import Attachment
 from kvclient.pool import Pool
 from kvclient.replay.pattern import WORD_BYTES, Values, salts
 
@@ -56,13 +57,21 @@ class StepWork:
 
 
 class Worker:
-    """Executes steps on a mapped pool of one group."""
+    """Executes steps on a mapped pool of one group; ``attachment``: while it is attached."""
 
-    def __init__(self, pool: Pool, *, verify_sample: float = 1.0, seed: int = 0) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        *,
+        attachment: Attachment | None = None,
+        verify_sample: float = 1.0,
+        seed: int = 0,
+    ) -> None:
         self.blocks_verified = 0
         self.blocks_reread = 0
         self.tokens_written = 0
         self.block_size = pool.block_size
+        self._attachment = attachment
         self._verify_sample = verify_sample
         self._rng = random.Random(seed)
         layers = [pool.layer_bytes(name) for name in pool.layer_names]
@@ -73,11 +82,13 @@ class Worker:
         self._salts = salts(len(layers), token_bytes)
 
     def execute(self, work: StepWork) -> None:
-        """Do one step. Raises WrongBytes.
+        """Do one step. Raises WrongBytes, and what ``Attachment.check`` does.
 
         Blocks that this very step fills for one request and hits for another are read
         after the writes, as attention reads them; all other hits before.
         """
+        if self._attachment is not None:
+            self._attachment.check()
         filled = {block_id for span in work.writes for block_id in span.block_ids}
         late: list[Span] = []
         for span in work.hits:

@@ -22,25 +22,50 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from kvdepot.v1 import cache_pb2 as kvdepot_dot_v1_dot_cache__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvdepot/v1/admin.proto\x12\nkvdepot.v1\"\x11\n\x0fGetStatsRequest\"N\n\x0b\x42lockStates\x12\x0c\n\x04live\x18\x01 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x02 \x01(\r\x12\x13\n\x0bquarantined\x18\x03 \x01(\r\x12\x0c\n\x04\x66ree\x18\x04 \x01(\r\"\x96\x03\n\x10GetStatsResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x16\n\x0euptime_seconds\x18\x02 \x01(\x01\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\'\n\x06\x62locks\x18\x04 \x01(\x0b\x32\x17.kvdepot.v1.BlockStates\x12\r\n\x05usage\x18\x05 \x01(\x01\x12\x14\n\x0cnum_sessions\x18\x06 \x01(\r\x12\x14\n\x0cnum_requests\x18\x07 \x01(\r\x12\x1c\n\x14prefix_cache_queries\x18\x08 \x01(\x04\x12\x19\n\x11prefix_cache_hits\x18\t \x01(\x04\x12\x19\n\x11preempted_queries\x18\n \x01(\x04\x12\x16\n\x0epreempted_hits\x18\x0b \x01(\x04\x12\x11\n\tevictions\x18\x0c \x01(\x04\x12\x12\n\ngeneration\x18\r \x01(\x04\x12\x1b\n\x13next_event_sequence\x18\x0e \x01(\x04\x12\x14\n\x0cpulled_bytes\x18\x0f \x01(\x04\x12\x1d\n\x15num_event_subscribers\x18\x10 \x01(\r\"\x0e\n\x0c\x41uditRequest\"]\n\rAuditResponse\x12\x12\n\nviolations\x18\x01 \x03(\t\x12\x1a\n\x12num_blocks_checked\x18\x02 \x01(\r\x12\x1c\n\x14num_requests_checked\x18\x03 \x01(\r2\x95\x01\n\x0eKVAdminService\x12\x45\n\x08GetStats\x12\x1b.kvdepot.v1.GetStatsRequest\x1a\x1c.kvdepot.v1.GetStatsResponse\x12<\n\x05\x41udit\x12\x18.kvdepot.v1.AuditRequest\x1a\x19.kvdepot.v1.AuditResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvdepot/v1/admin.proto\x12\nkvdepot.v1\x1a\x16kvdepot/v1/cache.proto\"\x11\n\x0fGetStatsRequest\"N\n\x0b\x42lockStates\x12\x0c\n\x04live\x18\x01 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x02 \x01(\r\x12\x13\n\x0bquarantined\x18\x03 \x01(\r\x12\x0c\n\x04\x66ree\x18\x04 \x01(\r\"\xe1\x03\n\x10GetStatsResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x16\n\x0euptime_seconds\x18\x02 \x01(\x01\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\'\n\x06\x62locks\x18\x04 \x01(\x0b\x32\x17.kvdepot.v1.BlockStates\x12\r\n\x05usage\x18\x05 \x01(\x01\x12\x14\n\x0cnum_sessions\x18\x06 \x01(\r\x12\x14\n\x0cnum_requests\x18\x07 \x01(\r\x12\x1c\n\x14prefix_cache_queries\x18\x08 \x01(\x04\x12\x19\n\x11prefix_cache_hits\x18\t \x01(\x04\x12\x19\n\x11preempted_queries\x18\n \x01(\x04\x12\x16\n\x0epreempted_hits\x18\x0b \x01(\x04\x12\x11\n\tevictions\x18\x0c \x01(\x04\x12\x12\n\ngeneration\x18\r \x01(\x04\x12\x1b\n\x13next_event_sequence\x18\x0e \x01(\x04\x12\x14\n\x0cpulled_bytes\x18\x0f \x01(\x04\x12\x1d\n\x15num_event_subscribers\x18\x10 \x01(\r\x12\x1d\n\x15num_departed_sessions\x18\x11 \x01(\r\x12\x13\n\x0bnum_workers\x18\x12 \x01(\r\x12\x15\n\rreset_pending\x18\x13 \x01(\x08\"\x15\n\x13ListSessionsRequest\"\xd7\x02\n\x0bSessionInfo\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\'\n\x05state\x18\x03 \x01(\x0e\x32\x18.kvdepot.v1.SessionState\x12\x13\n\x0b\x61ge_seconds\x18\x04 \x01(\x01\x12\x19\n\x11lease_ttl_seconds\x18\x05 \x01(\x01\x12\x1f\n\x17lease_remaining_seconds\x18\x06 \x01(\x01\x12\x14\n\x0cnum_requests\x18\x07 \x01(\r\x12\x12\n\nnum_tokens\x18\x08 \x01(\x04\x12\x12\n\nnum_blocks\x18\t \x01(\r\x12\x1e\n\x16num_quarantined_blocks\x18\n \x01(\r\x12\x13\n\x0bnum_tickets\x18\x0b \x01(\r\x12\x13\n\x0bnum_workers\x18\x0c \x01(\r\x12\x0c\n\x04step\x18\r \x01(\x04\x12\x16\n\x0e\x63ompleted_step\x18\x0e \x01(\x04\"P\n\x14ListSessionsResponse\x12)\n\x08sessions\x18\x01 \x03(\x0b\x32\x17.kvdepot.v1.SessionInfo\x12\r\n\x05\x65poch\x18\x02 \x01(\t\"P\n\x13ListRequestsRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\x12\n\npage_token\x18\x03 \x01(\t\"\xa5\x02\n\x0bRequestInfo\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06handle\x18\x03 \x01(\r\x12\'\n\x05state\x18\x04 \x01(\x0e\x32\x18.kvdepot.v1.RequestState\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12\x19\n\x11num_prompt_tokens\x18\x06 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x07 \x01(\r\x12\x12\n\nnum_blocks\x18\x08 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\t \x01(\r\x12\x16\n\tlora_name\x18\n \x01(\tH\x00\x88\x01\x01\x12\x16\n\x0eoutlived_reset\x18\x0b \x01(\x08\x42\x0c\n\n_lora_name\"i\n\x14ListRequestsResponse\x12)\n\x08requests\x18\x01 \x03(\x0b\x32\x17.kvdepot.v1.RequestInfo\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\t\"\'\n\x12\x45victBlocksRequest\x12\x11\n\tblock_ids\x18\x01 \x03(\r\"9\n\x13\x45victBlocksResponse\x12\x13\n\x0bnum_evicted\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\t\"\x0e\n\x0c\x41uditRequest\"\x87\x01\n\rAuditResponse\x12\x12\n\nviolations\x18\x01 \x03(\t\x12\x1a\n\x12num_blocks_checked\x18\x02 \x01(\r\x12\x1c\n\x14num_requests_checked\x18\x03 \x01(\r\x12(\n\x07holders\x18\x04 \x03(\x0b\x32\x17.kvdepot.v1.BlockHolder\"\x0e\n\x0c\x44rainRequest\"4\n\rDrainResponse\x12\x14\n\x0cnum_sessions\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\t*a\n\x0cSessionState\x12\x1d\n\x19SESSION_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12SESSION_STATE_OPEN\x10\x01\x12\x1a\n\x16SESSION_STATE_DEPARTED\x10\x02*\x80\x01\n\x0cRequestState\x12\x1d\n\x19REQUEST_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15REQUEST_STATE_WAITING\x10\x01\x12\x19\n\x15REQUEST_STATE_RUNNING\x10\x02\x12\x1b\n\x17REQUEST_STATE_PREEMPTED\x10\x03\x32\xc9\x03\n\x0eKVAdminService\x12\x45\n\x08GetStats\x12\x1b.kvdepot.v1.GetStatsRequest\x1a\x1c.kvdepot.v1.GetStatsResponse\x12Q\n\x0cListSessions\x12\x1f.kvdepot.v1.ListSessionsRequest\x1a .kvdepot.v1.ListSessionsResponse\x12Q\n\x0cListRequests\x12\x1f.kvdepot.v1.ListRequestsRequest\x1a .kvdepot.v1.ListRequestsResponse\x12N\n\x0b\x45victBlocks\x12\x1e.kvdepot.v1.EvictBlocksRequest\x1a\x1f.kvdepot.v1.EvictBlocksResponse\x12<\n\x05\x41udit\x12\x18.kvdepot.v1.AuditRequest\x1a\x19.kvdepot.v1.AuditResponse\x12<\n\x05\x44rain\x12\x18.kvdepot.v1.DrainRequest\x1a\x19.kvdepot.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvdepot.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GETSTATSREQUEST']._serialized_start=38
-  _globals['_GETSTATSREQUEST']._serialized_end=55
-  _globals['_BLOCKSTATES']._serialized_start=57
-  _globals['_BLOCKSTATES']._serialized_end=135
-  _globals['_GETSTATSRESPONSE']._serialized_start=138
-  _globals['_GETSTATSRESPONSE']._serialized_end=544
-  _globals['_AUDITREQUEST']._serialized_start=546
-  _globals['_AUDITREQUEST']._serialized_end=560
-  _globals['_AUDITRESPONSE']._serialized_start=562
-  _globals['_AUDITRESPONSE']._serialized_end=655
-  _globals['_KVADMINSERVICE']._serialized_start=658
-  _globals['_KVADMINSERVICE']._serialized_end=807
+  _globals['_SESSIONSTATE']._serialized_start=1905
+  _globals['_SESSIONSTATE']._serialized_end=2002
+  _globals['_REQUESTSTATE']._serialized_start=2005
+  _globals['_REQUESTSTATE']._serialized_end=2133
+  _globals['_GETSTATSREQUEST']._serialized_start=62
+  _globals['_GETSTATSREQUEST']._serialized_end=79
+  _globals['_BLOCKSTATES']._serialized_start=81
+  _globals['_BLOCKSTATES']._serialized_end=159
+  _globals['_GETSTATSRESPONSE']._serialized_start=162
+  _globals['_GETSTATSRESPONSE']._serialized_end=643
+  _globals['_LISTSESSIONSREQUEST']._serialized_start=645
+  _globals['_LISTSESSIONSREQUEST']._serialized_end=666
+  _globals['_SESSIONINFO']._serialized_start=669
+  _globals['_SESSIONINFO']._serialized_end=1012
+  _globals['_LISTSESSIONSRESPONSE']._serialized_start=1014
+  _globals['_LISTSESSIONSRESPONSE']._serialized_end=1094
+  _globals['_LISTREQUESTSREQUEST']._serialized_start=1096
+  _globals['_LISTREQUESTSREQUEST']._serialized_end=1176
+  _globals['_REQUESTINFO']._serialized_start=1179
+  _globals['_REQUESTINFO']._serialized_end=1472
+  _globals['_LISTREQUESTSRESPONSE']._serialized_start=1474
+  _globals['_LISTREQUESTSRESPONSE']._serialized_end=1579
+  _globals['_EVICTBLOCKSREQUEST']._serialized_start=1581
+  _globals['_EVICTBLOCKSREQUEST']._serialized_end=1620
+  _globals['_EVICTBLOCKSRESPONSE']._serialized_start=1622
+  _globals['_EVICTBLOCKSRESPONSE']._serialized_end=1679
+  _globals['_AUDITREQUEST']._serialized_start=1681
+  _globals['_AUDITREQUEST']._serialized_end=1695
+  _globals['_AUDITRESPONSE']._serialized_start=1698
+  _globals['_AUDITRESPONSE']._serialized_end=1833
+  _globals['_DRAINREQUEST']._serialized_start=1835
+  _globals['_DRAINREQUEST']._serialized_end=1849
+  _globals['_DRAINRESPONSE']._serialized_start=1851
+  _globals['_DRAINRESPONSE']._serialized_end=1903
+  _globals['_KVADMINSERVICE']._serialized_start=2136
+  _globals['_KVADMINSERVICE']._serialized_end=2593
 # @@protoc_insertion_point(module_scope)

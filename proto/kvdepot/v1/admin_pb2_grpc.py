@@ -40,10 +40,30 @@ class KVAdminServiceStub(object):
                 request_serializer=kvdepot_dot_v1_dot_admin__pb2.GetStatsRequest.SerializeToString,
                 response_deserializer=kvdepot_dot_v1_dot_admin__pb2.GetStatsResponse.FromString,
                 _registered_method=True)
+        self.ListSessions = channel.unary_unary(
+                '/kvdepot.v1.KVAdminService/ListSessions',
+                request_serializer=kvdepot_dot_v1_dot_admin__pb2.ListSessionsRequest.SerializeToString,
+                response_deserializer=kvdepot_dot_v1_dot_admin__pb2.ListSessionsResponse.FromString,
+                _registered_method=True)
+        self.ListRequests = channel.unary_unary(
+                '/kvdepot.v1.KVAdminService/ListRequests',
+                request_serializer=kvdepot_dot_v1_dot_admin__pb2.ListRequestsRequest.SerializeToString,
+                response_deserializer=kvdepot_dot_v1_dot_admin__pb2.ListRequestsResponse.FromString,
+                _registered_method=True)
+        self.EvictBlocks = channel.unary_unary(
+                '/kvdepot.v1.KVAdminService/EvictBlocks',
+                request_serializer=kvdepot_dot_v1_dot_admin__pb2.EvictBlocksRequest.SerializeToString,
+                response_deserializer=kvdepot_dot_v1_dot_admin__pb2.EvictBlocksResponse.FromString,
+                _registered_method=True)
         self.Audit = channel.unary_unary(
                 '/kvdepot.v1.KVAdminService/Audit',
                 request_serializer=kvdepot_dot_v1_dot_admin__pb2.AuditRequest.SerializeToString,
                 response_deserializer=kvdepot_dot_v1_dot_admin__pb2.AuditResponse.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/kvdepot.v1.KVAdminService/Drain',
+                request_serializer=kvdepot_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
+                response_deserializer=kvdepot_dot_v1_dot_admin__pb2.DrainResponse.FromString,
                 _registered_method=True)
 
 
@@ -57,8 +77,38 @@ class KVAdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListSessions(self, request, context):
+        """Open sessions, and those that ended while their workers may still write.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListRequests(self, request, context):
+        """Page by page, oldest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EvictBlocks(self, request, context):
+        """Takes blocks out of the prefix cache, whoever holds them: they stay what they are
+        to their holders, and are hits for nobody.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Audit(self, request, context):
         """Checks every invariant of the pool. Costs time in proportion to its size.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Has the server stop as SIGTERM does: no session is opened any more, those that are
+        open get the grace to close, streams end, it exits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -72,10 +122,30 @@ def add_KVAdminServiceServicer_to_server(servicer, server):
                     request_deserializer=kvdepot_dot_v1_dot_admin__pb2.GetStatsRequest.FromString,
                     response_serializer=kvdepot_dot_v1_dot_admin__pb2.GetStatsResponse.SerializeToString,
             ),
+            'ListSessions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSessions,
+                    request_deserializer=kvdepot_dot_v1_dot_admin__pb2.ListSessionsRequest.FromString,
+                    response_serializer=kvdepot_dot_v1_dot_admin__pb2.ListSessionsResponse.SerializeToString,
+            ),
+            'ListRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRequests,
+                    request_deserializer=kvdepot_dot_v1_dot_admin__pb2.ListRequestsRequest.FromString,
+                    response_serializer=kvdepot_dot_v1_dot_admin__pb2.ListRequestsResponse.SerializeToString,
+            ),
+            'EvictBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.EvictBlocks,
+                    request_deserializer=kvdepot_dot_v1_dot_admin__pb2.EvictBlocksRequest.FromString,
+                    response_serializer=kvdepot_dot_v1_dot_admin__pb2.EvictBlocksResponse.SerializeToString,
+            ),
             'Audit': grpc.unary_unary_rpc_method_handler(
                     servicer.Audit,
                     request_deserializer=kvdepot_dot_v1_dot_admin__pb2.AuditRequest.FromString,
                     response_serializer=kvdepot_dot_v1_dot_admin__pb2.AuditResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=kvdepot_dot_v1_dot_admin__pb2.DrainRequest.FromString,
+                    response_serializer=kvdepot_dot_v1_dot_admin__pb2.DrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -117,6 +187,87 @@ class KVAdminService(object):
             _registered_method=True)
 
     @staticmethod
+    def ListSessions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvdepot.v1.KVAdminService/ListSessions',
+            kvdepot_dot_v1_dot_admin__pb2.ListSessionsRequest.SerializeToString,
+            kvdepot_dot_v1_dot_admin__pb2.ListSessionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvdepot.v1.KVAdminService/ListRequests',
+            kvdepot_dot_v1_dot_admin__pb2.ListRequestsRequest.SerializeToString,
+            kvdepot_dot_v1_dot_admin__pb2.ListRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EvictBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvdepot.v1.KVAdminService/EvictBlocks',
+            kvdepot_dot_v1_dot_admin__pb2.EvictBlocksRequest.SerializeToString,
+            kvdepot_dot_v1_dot_admin__pb2.EvictBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Audit(request,
             target,
             options=(),
@@ -133,6 +284,33 @@ class KVAdminService(object):
             '/kvdepot.v1.KVAdminService/Audit',
             kvdepot_dot_v1_dot_admin__pb2.AuditRequest.SerializeToString,
             kvdepot_dot_v1_dot_admin__pb2.AuditResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvdepot.v1.KVAdminService/Drain',
+            kvdepot_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
+            kvdepot_dot_v1_dot_admin__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

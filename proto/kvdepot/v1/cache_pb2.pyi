@@ -18,6 +18,7 @@ class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OUTCOME_UNKNOWN_HANDLE: _ClassVar[Outcome]
     OUTCOME_INVALID: _ClassVar[Outcome]
     OUTCOME_NO_BUDGET: _ClassVar[Outcome]
+    OUTCOME_RESETTING: _ClassVar[Outcome]
 
 class FreeMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -25,6 +26,13 @@ class FreeMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FREE_MODE_FINISH: _ClassVar[FreeMode]
     FREE_MODE_PREEMPT: _ClassVar[FreeMode]
     FREE_MODE_DETACH: _ClassVar[FreeMode]
+
+class ResetMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    RESET_MODE_UNSPECIFIED: _ClassVar[ResetMode]
+    RESET_MODE_REFUSE: _ClassVar[ResetMode]
+    RESET_MODE_DRAIN: _ClassVar[ResetMode]
+    RESET_MODE_FORCE: _ClassVar[ResetMode]
 
 class OnNoFit(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -47,10 +55,15 @@ OUTCOME_NOT_ATTEMPTED: Outcome
 OUTCOME_UNKNOWN_HANDLE: Outcome
 OUTCOME_INVALID: Outcome
 OUTCOME_NO_BUDGET: Outcome
+OUTCOME_RESETTING: Outcome
 FREE_MODE_UNSPECIFIED: FreeMode
 FREE_MODE_FINISH: FreeMode
 FREE_MODE_PREEMPT: FreeMode
 FREE_MODE_DETACH: FreeMode
+RESET_MODE_UNSPECIFIED: ResetMode
+RESET_MODE_REFUSE: ResetMode
+RESET_MODE_DRAIN: ResetMode
+RESET_MODE_FORCE: ResetMode
 ON_NO_FIT_UNSPECIFIED: OnNoFit
 ON_NO_FIT_STOP: OnNoFit
 ON_NO_FIT_CONTINUE: OnNoFit
@@ -61,24 +74,44 @@ OPERATION_KIND_CACHE: OperationKind
 OPERATION_KIND_FREE: OperationKind
 
 class OpenSessionRequest(_message.Message):
-    __slots__ = ("name", "fingerprint")
+    __slots__ = ("name", "fingerprint", "lease_ttl_seconds")
     NAME_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    LEASE_TTL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     name: str
     fingerprint: str
-    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ...) -> None: ...
+    lease_ttl_seconds: float
+    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., lease_ttl_seconds: _Optional[float] = ...) -> None: ...
 
 class OpenSessionResponse(_message.Message):
-    __slots__ = ("session_id", "epoch", "pool", "reply_window")
+    __slots__ = ("session_id", "epoch", "pool", "reply_window", "lease_ttl_seconds")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
     REPLY_WINDOW_FIELD_NUMBER: _ClassVar[int]
+    LEASE_TTL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     epoch: str
     pool: _types_pb2.PoolDescription
     reply_window: int
-    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[str] = ..., pool: _Optional[_Union[_types_pb2.PoolDescription, _Mapping]] = ..., reply_window: _Optional[int] = ...) -> None: ...
+    lease_ttl_seconds: float
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[str] = ..., pool: _Optional[_Union[_types_pb2.PoolDescription, _Mapping]] = ..., reply_window: _Optional[int] = ..., lease_ttl_seconds: _Optional[float] = ...) -> None: ...
+
+class KeepAliveRequest(_message.Message):
+    __slots__ = ("session_id", "epoch")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    epoch: str
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[str] = ...) -> None: ...
+
+class KeepAliveResponse(_message.Message):
+    __slots__ = ("epoch", "lease_ttl_seconds")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LEASE_TTL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    epoch: str
+    lease_ttl_seconds: float
+    def __init__(self, epoch: _Optional[str] = ..., lease_ttl_seconds: _Optional[float] = ...) -> None: ...
 
 class CloseSessionRequest(_message.Message):
     __slots__ = ("context",)
@@ -87,10 +120,12 @@ class CloseSessionRequest(_message.Message):
     def __init__(self, context: _Optional[_Union[_types_pb2.CallContext, _Mapping]] = ...) -> None: ...
 
 class CloseSessionResponse(_message.Message):
-    __slots__ = ("num_requests_freed",)
+    __slots__ = ("num_requests_freed", "epoch")
     NUM_REQUESTS_FREED_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     num_requests_freed: int
-    def __init__(self, num_requests_freed: _Optional[int] = ...) -> None: ...
+    epoch: str
+    def __init__(self, num_requests_freed: _Optional[int] = ..., epoch: _Optional[str] = ...) -> None: ...
 
 class RequestContent(_message.Message):
     __slots__ = ("token_offset", "tokens", "extra_keys", "num_prompt_tokens", "skip_reading_prefix_cache")
@@ -160,17 +195,31 @@ class SlotRequest(_message.Message):
     has_scheduled_reqs: bool
     def __init__(self, request_id: _Optional[str] = ..., content: _Optional[_Union[RequestContent, _Mapping]] = ..., num_computed_tokens: _Optional[int] = ..., num_new_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., new_tokens_alignment: _Optional[int] = ..., num_new_computed_tokens: _Optional[int] = ..., lookup: bool = ..., num_lookahead_tokens: _Optional[int] = ..., num_external_computed_tokens: _Optional[int] = ..., delay_cache_blocks: bool = ..., full_sequence_must_fit: bool = ..., reserved_blocks: _Optional[int] = ..., has_scheduled_reqs: bool = ...) -> None: ...
 
+class SessionHold(_message.Message):
+    __slots__ = ("session_id", "name", "num_blocks", "departed")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DEPARTED_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    name: str
+    num_blocks: int
+    departed: bool
+    def __init__(self, session_id: _Optional[str] = ..., name: _Optional[str] = ..., num_blocks: _Optional[int] = ..., departed: bool = ...) -> None: ...
+
 class NoFit(_message.Message):
-    __slots__ = ("needed_blocks", "free_blocks", "reserved_blocks", "watermark_blocks")
+    __slots__ = ("needed_blocks", "free_blocks", "reserved_blocks", "watermark_blocks", "holders")
     NEEDED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     RESERVED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     WATERMARK_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
     needed_blocks: int
     free_blocks: int
     reserved_blocks: int
     watermark_blocks: int
-    def __init__(self, needed_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., watermark_blocks: _Optional[int] = ...) -> None: ...
+    holders: _containers.RepeatedCompositeFieldContainer[SessionHold]
+    def __init__(self, needed_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., watermark_blocks: _Optional[int] = ..., holders: _Optional[_Iterable[_Union[SessionHold, _Mapping]]] = ...) -> None: ...
 
 class SlotResult(_message.Message):
     __slots__ = ("outcome", "num_new_computed_tokens", "num_new_tokens", "hit_blocks", "new_blocks", "handle", "no_fit")
@@ -264,19 +313,57 @@ class ReturnBlocksResponse(_message.Message):
     epoch: str
     def __init__(self, num_blocks: _Optional[int] = ..., epoch: _Optional[str] = ...) -> None: ...
 
+class ResetScope(_message.Message):
+    __slots__ = ("lora_name", "cache_salt")
+    LORA_NAME_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    lora_name: str
+    cache_salt: str
+    def __init__(self, lora_name: _Optional[str] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+
+class BlockHolder(_message.Message):
+    __slots__ = ("session_id", "session_name", "request_id", "ticket", "num_blocks")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSION_NAME_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    session_name: str
+    request_id: str
+    ticket: int
+    num_blocks: int
+    def __init__(self, session_id: _Optional[str] = ..., session_name: _Optional[str] = ..., request_id: _Optional[str] = ..., ticket: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
 class ResetPrefixCacheRequest(_message.Message):
-    __slots__ = ("context",)
+    __slots__ = ("context", "mode", "scope", "deadline_seconds", "drain_id")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    SCOPE_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_ID_FIELD_NUMBER: _ClassVar[int]
     context: _types_pb2.CallContext
-    def __init__(self, context: _Optional[_Union[_types_pb2.CallContext, _Mapping]] = ...) -> None: ...
+    mode: ResetMode
+    scope: ResetScope
+    deadline_seconds: float
+    drain_id: int
+    def __init__(self, context: _Optional[_Union[_types_pb2.CallContext, _Mapping]] = ..., mode: _Optional[_Union[ResetMode, str]] = ..., scope: _Optional[_Union[ResetScope, _Mapping]] = ..., deadline_seconds: _Optional[float] = ..., drain_id: _Optional[int] = ...) -> None: ...
 
 class ResetPrefixCacheResponse(_message.Message):
-    __slots__ = ("generation", "epoch")
+    __slots__ = ("generation", "epoch", "done", "holders", "drain_id", "abandoned")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_ID_FIELD_NUMBER: _ClassVar[int]
+    ABANDONED_FIELD_NUMBER: _ClassVar[int]
     generation: int
     epoch: str
-    def __init__(self, generation: _Optional[int] = ..., epoch: _Optional[str] = ...) -> None: ...
+    done: bool
+    holders: _containers.RepeatedCompositeFieldContainer[BlockHolder]
+    drain_id: int
+    abandoned: bool
+    def __init__(self, generation: _Optional[int] = ..., epoch: _Optional[str] = ..., done: bool = ..., holders: _Optional[_Iterable[_Union[BlockHolder, _Mapping]]] = ..., drain_id: _Optional[int] = ..., abandoned: bool = ...) -> None: ...
 
 class Run(_message.Message):
     __slots__ = ("kind", "count")

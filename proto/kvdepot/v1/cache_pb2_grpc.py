@@ -40,6 +40,11 @@ class KVCacheServiceStub(object):
                 request_serializer=kvdepot_dot_v1_dot_cache__pb2.OpenSessionRequest.SerializeToString,
                 response_deserializer=kvdepot_dot_v1_dot_cache__pb2.OpenSessionResponse.FromString,
                 _registered_method=True)
+        self.KeepAlive = channel.unary_unary(
+                '/kvdepot.v1.KVCacheService/KeepAlive',
+                request_serializer=kvdepot_dot_v1_dot_cache__pb2.KeepAliveRequest.SerializeToString,
+                response_deserializer=kvdepot_dot_v1_dot_cache__pb2.KeepAliveResponse.FromString,
+                _registered_method=True)
         self.CloseSession = channel.unary_unary(
                 '/kvdepot.v1.KVCacheService/CloseSession',
                 request_serializer=kvdepot_dot_v1_dot_cache__pb2.CloseSessionRequest.SerializeToString,
@@ -97,8 +102,16 @@ class KVCacheServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def KeepAlive(self, request, context):
+        """Renews the lease, as every call of the session does. Not one of the ordered calls.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CloseSession(self, request, context):
-        """Frees everything the session holds.
+        """Frees everything the session holds. Without a step in its context it completes none:
+        what was not known to be written is forgotten.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -163,6 +176,11 @@ def add_KVCacheServiceServicer_to_server(servicer, server):
                     servicer.OpenSession,
                     request_deserializer=kvdepot_dot_v1_dot_cache__pb2.OpenSessionRequest.FromString,
                     response_serializer=kvdepot_dot_v1_dot_cache__pb2.OpenSessionResponse.SerializeToString,
+            ),
+            'KeepAlive': grpc.unary_unary_rpc_method_handler(
+                    servicer.KeepAlive,
+                    request_deserializer=kvdepot_dot_v1_dot_cache__pb2.KeepAliveRequest.FromString,
+                    response_serializer=kvdepot_dot_v1_dot_cache__pb2.KeepAliveResponse.SerializeToString,
             ),
             'CloseSession': grpc.unary_unary_rpc_method_handler(
                     servicer.CloseSession,
@@ -238,6 +256,33 @@ class KVCacheService(object):
             '/kvdepot.v1.KVCacheService/OpenSession',
             kvdepot_dot_v1_dot_cache__pb2.OpenSessionRequest.SerializeToString,
             kvdepot_dot_v1_dot_cache__pb2.OpenSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def KeepAlive(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvdepot.v1.KVCacheService/KeepAlive',
+            kvdepot_dot_v1_dot_cache__pb2.KeepAliveRequest.SerializeToString,
+            kvdepot_dot_v1_dot_cache__pb2.KeepAliveResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -12,8 +12,10 @@ class RemovalReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     REMOVAL_REASON_UNSPECIFIED: _ClassVar[RemovalReason]
     REMOVAL_REASON_EVICTED: _ClassVar[RemovalReason]
+    REMOVAL_REASON_RESET: _ClassVar[RemovalReason]
 REMOVAL_REASON_UNSPECIFIED: RemovalReason
 REMOVAL_REASON_EVICTED: RemovalReason
+REMOVAL_REASON_RESET: RemovalReason
 
 class StreamEventsRequest(_message.Message):
     __slots__ = ("epoch", "from_sequence", "snapshot")

@@ -25,23 +25,27 @@ _sym_db = _symbol_database.Default()
 from kvdepot.v1 import types_pb2 as kvdepot_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvdepot/v1/transfer.proto\x12\nkvdepot.v1\x1a\x16kvdepot/v1/types.proto\"\x15\n\x13\x44\x65scribePoolRequest\"P\n\x14\x44\x65scribePoolResponse\x12)\n\x04pool\x18\x01 \x01(\x0b\x32\x1b.kvdepot.v1.PoolDescription\x12\r\n\x05\x65poch\x18\x02 \x01(\t\"`\n\x11PullBlocksRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\x12\r\n\x05group\x18\x03 \x01(\r\x12\x11\n\tchecksums\x18\x04 \x01(\x08\"u\n\x12PullBlocksResponse\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\r\x12)\n\x08statuses\x18\x02 \x03(\x0e\x32\x17.kvdepot.v1.BlockStatus\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x11\n\tchecksums\x18\x04 \x03(\x07*w\n\x0b\x42lockStatus\x12\x1c\n\x18\x42LOCK_STATUS_UNSPECIFIED\x10\x00\x12\x16\n\x12\x42LOCK_STATUS_READY\x10\x01\x12\x18\n\x14\x42LOCK_STATUS_PENDING\x10\x02\x12\x18\n\x14\x42LOCK_STATUS_MISSING\x10\x03\x32\xb5\x01\n\x11KVTransferService\x12Q\n\x0c\x44\x65scribePool\x12\x1f.kvdepot.v1.DescribePoolRequest\x1a .kvdepot.v1.DescribePoolResponse\x12M\n\nPullBlocks\x12\x1d.kvdepot.v1.PullBlocksRequest\x1a\x1e.kvdepot.v1.PullBlocksResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvdepot/v1/transfer.proto\x12\nkvdepot.v1\x1a\x16kvdepot/v1/types.proto\"\x15\n\x13\x44\x65scribePoolRequest\"P\n\x14\x44\x65scribePoolResponse\x12)\n\x04pool\x18\x01 \x01(\x0b\x32\x1b.kvdepot.v1.PoolDescription\x12\r\n\x05\x65poch\x18\x02 \x01(\t\"F\n\x13\x41ttachWorkerRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\"W\n\x14\x41ttachWorkerResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x19\n\x11heartbeat_seconds\x18\x02 \x01(\x01\x12\x15\n\rsession_ended\x18\x03 \x01(\x08\"`\n\x11PullBlocksRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\x12\r\n\x05group\x18\x03 \x01(\r\x12\x11\n\tchecksums\x18\x04 \x01(\x08\"u\n\x12PullBlocksResponse\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\r\x12)\n\x08statuses\x18\x02 \x03(\x0e\x32\x17.kvdepot.v1.BlockStatus\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x11\n\tchecksums\x18\x04 \x03(\x07*w\n\x0b\x42lockStatus\x12\x1c\n\x18\x42LOCK_STATUS_UNSPECIFIED\x10\x00\x12\x16\n\x12\x42LOCK_STATUS_READY\x10\x01\x12\x18\n\x14\x42LOCK_STATUS_PENDING\x10\x02\x12\x18\n\x14\x42LOCK_STATUS_MISSING\x10\x03\x32\x8a\x02\n\x11KVTransferService\x12Q\n\x0c\x44\x65scribePool\x12\x1f.kvdepot.v1.DescribePoolRequest\x1a .kvdepot.v1.DescribePoolResponse\x12M\n\nPullBlocks\x12\x1d.kvdepot.v1.PullBlocksRequest\x1a\x1e.kvdepot.v1.PullBlocksResponse0\x01\x12S\n\x0c\x41ttachWorker\x12\x1f.kvdepot.v1.AttachWorkerRequest\x1a .kvdepot.v1.AttachWorkerResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvdepot.v1.transfer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_BLOCKSTATUS']._serialized_start=387
-  _globals['_BLOCKSTATUS']._serialized_end=506
+  _globals['_BLOCKSTATUS']._serialized_start=548
+  _globals['_BLOCKSTATUS']._serialized_end=667
   _globals['_DESCRIBEPOOLREQUEST']._serialized_start=65
   _globals['_DESCRIBEPOOLREQUEST']._serialized_end=86
   _globals['_DESCRIBEPOOLRESPONSE']._serialized_start=88
   _globals['_DESCRIBEPOOLRESPONSE']._serialized_end=168
-  _globals['_PULLBLOCKSREQUEST']._serialized_start=170
-  _globals['_PULLBLOCKSREQUEST']._serialized_end=266
-  _globals['_PULLBLOCKSRESPONSE']._serialized_start=268
-  _globals['_PULLBLOCKSRESPONSE']._serialized_end=385
-  _globals['_KVTRANSFERSERVICE']._serialized_start=509
-  _globals['_KVTRANSFERSERVICE']._serialized_end=690
+  _globals['_ATTACHWORKERREQUEST']._serialized_start=170
+  _globals['_ATTACHWORKERREQUEST']._serialized_end=240
+  _globals['_ATTACHWORKERRESPONSE']._serialized_start=242
+  _globals['_ATTACHWORKERRESPONSE']._serialized_end=329
+  _globals['_PULLBLOCKSREQUEST']._serialized_start=331
+  _globals['_PULLBLOCKSREQUEST']._serialized_end=427
+  _globals['_PULLBLOCKSRESPONSE']._serialized_start=429
+  _globals['_PULLBLOCKSRESPONSE']._serialized_end=546
+  _globals['_KVTRANSFERSERVICE']._serialized_start=670
+  _globals['_KVTRANSFERSERVICE']._serialized_end=936
 # @@protoc_insertion_point(module_scope)

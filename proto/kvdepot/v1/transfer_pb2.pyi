@@ -31,6 +31,26 @@ class DescribePoolResponse(_message.Message):
     epoch: str
     def __init__(self, pool: _Optional[_Union[_types_pb2.PoolDescription, _Mapping]] = ..., epoch: _Optional[str] = ...) -> None: ...
 
+class AttachWorkerRequest(_message.Message):
+    __slots__ = ("session_id", "epoch", "name")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    epoch: str
+    name: str
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
+
+class AttachWorkerResponse(_message.Message):
+    __slots__ = ("epoch", "heartbeat_seconds", "session_ended")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ENDED_FIELD_NUMBER: _ClassVar[int]
+    epoch: str
+    heartbeat_seconds: float
+    session_ended: bool
+    def __init__(self, epoch: _Optional[str] = ..., heartbeat_seconds: _Optional[float] = ..., session_ended: bool = ...) -> None: ...
+
 class PullBlocksRequest(_message.Message):
     __slots__ = ("fingerprint", "block_hashes", "group", "checksums")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]

@@ -45,6 +45,11 @@ class KVTransferServiceStub(object):
                 request_serializer=kvdepot_dot_v1_dot_transfer__pb2.PullBlocksRequest.SerializeToString,
                 response_deserializer=kvdepot_dot_v1_dot_transfer__pb2.PullBlocksResponse.FromString,
                 _registered_method=True)
+        self.AttachWorker = channel.unary_stream(
+                '/kvdepot.v1.KVTransferService/AttachWorker',
+                request_serializer=kvdepot_dot_v1_dot_transfer__pb2.AttachWorkerRequest.SerializeToString,
+                response_deserializer=kvdepot_dot_v1_dot_transfer__pb2.AttachWorkerResponse.FromString,
+                _registered_method=True)
 
 
 class KVTransferServiceServicer(object):
@@ -64,6 +69,15 @@ class KVTransferServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AttachWorker(self, request, context):
+        """A worker that writes under a session says so, for as long as the stream is open.
+        If the session ends, its blocks are not handed to others until the streams of
+        all its workers have ended, or the server's bound has passed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KVTransferServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -76,6 +90,11 @@ def add_KVTransferServiceServicer_to_server(servicer, server):
                     servicer.PullBlocks,
                     request_deserializer=kvdepot_dot_v1_dot_transfer__pb2.PullBlocksRequest.FromString,
                     response_serializer=kvdepot_dot_v1_dot_transfer__pb2.PullBlocksResponse.SerializeToString,
+            ),
+            'AttachWorker': grpc.unary_stream_rpc_method_handler(
+                    servicer.AttachWorker,
+                    request_deserializer=kvdepot_dot_v1_dot_transfer__pb2.AttachWorkerRequest.FromString,
+                    response_serializer=kvdepot_dot_v1_dot_transfer__pb2.AttachWorkerResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -133,6 +152,33 @@ class KVTransferService(object):
             '/kvdepot.v1.KVTransferService/PullBlocks',
             kvdepot_dot_v1_dot_transfer__pb2.PullBlocksRequest.SerializeToString,
             kvdepot_dot_v1_dot_transfer__pb2.PullBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AttachWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvdepot.v1.KVTransferService/AttachWorker',
+            kvdepot_dot_v1_dot_transfer__pb2.AttachWorkerRequest.SerializeToString,
+            kvdepot_dot_v1_dot_transfer__pb2.AttachWorkerResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,201 @@
+"""One server, asked by asyncio: the twin of ``kvclient.client``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import Any, Generic, TypeVar
+
+import grpc
+
+from kvclient import calls, convert
+from kvclient.aio.attachment import Attachment
+from kvclient.aio.keeper import LeaseKeeper
+from kvclient.aio.session import Session
+from kvclient.calls import Call, Opening
+from kvclient.channel import BACKOFFS_S, MAX_MESSAGE_BYTES, TIMEOUT_S, Stubs, channel_options
+from kvclient.errors import Unavailable, from_rpc_error
+from kvclient.events import EventBatch
+from kvclient.reports import AuditReport, RequestPage, SessionInfo, Stats
+from kvclient.values import PoolDescription, PulledBlock
+
+Result = TypeVar("Result")
+
+
+class Stream(Generic[Result]):
+    """What a server streams, to iterate over; ``close`` ends it early."""
+
+    def __init__(self, call: Any, read: Callable[[Any], Iterable[Result]]) -> None:
+        self._call = call
+        self._items = self._read(read)
+
+    def __aiter__(self) -> AsyncIterator[Result]:
+        return self
+
+    async def __anext__(self) -> Result:
+        return await self._items.__anext__()
+
+    async def _read(self, read: Callable[[Any], Iterable[Result]]) -> AsyncIterator[Result]:
+        try:
+            async for message in self._call:
+                for item in read(message):
+                    yield item
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+
+    def close(self) -> None:
+        """Ends the stream."""
+        self._call.cancel()
+
+    async def __aenter__(self) -> Stream[Result]:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+class Client:
+    """One server, at ``host:port`` or ``unix:/path``; made inside the event loop.
+
+    Every call ends within ``timeout_s`` in a value or an error of ``kvclient.errors``; until
+    then a server that cannot be reached is asked again a few times. One task renews the
+    leases of the client's sessions: an event loop that is kept busy for longer than a lease
+    loses it.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+    ) -> None:
+        self.target = target
+        self.timeout_s = timeout_s
+        self._stubs = Stubs(grpc.aio.insecure_channel(target, channel_options(max_message_bytes)))
+        self._keeper = LeaseKeeper()
+
+    async def open_session(
+        self, name: str = "", fingerprint: str = "", *, lease_ttl_s: float | None = None
+    ) -> Session:
+        """A new session; with ``fingerprint``, only on a pool that has it.
+
+        It ends ``lease_ttl_s`` after the server last heard of it (default: the server's).
+        """
+        return await self._open(Opening(name, fingerprint, lease_ttl_s))
+
+    async def attach_worker(self, session_id: str, epoch: str = "", name: str = "") -> Attachment:
+        """Tells the server that this process writes to the pool under a session.
+
+        Until the attachment is closed, or this process ends, the blocks of the session
+        are given to nobody else should it end. CacheLost when it has ended already.
+        """
+        for backoff_s in BACKOFFS_S:
+            try:
+                return await Attachment(self, session_id, epoch, name)._attached()
+            except Unavailable:
+                await asyncio.sleep(backoff_s)
+        return await Attachment(self, session_id, epoch, name)._attached()
+
+    async def describe_pool(self) -> PoolDescription:
+        """What the server's pool is, and where its bytes are."""
+        return await self._invoke(calls.describe_pool())
+
+    async def stats(self) -> Stats:
+        """The server's figures."""
+        return await self._invoke(calls.get_stats())
+
+    async def audit(self) -> AuditReport:
+        """Has the server check every invariant."""
+        return await self._invoke(calls.audit())
+
+    async def list_sessions(self) -> tuple[SessionInfo, ...]:
+        """Open sessions, and those that ended while their workers may still write."""
+        return await self._invoke(calls.list_sessions())
+
+    async def list_requests(
+        self, session_id: str = "", *, page_size: int = 0, page_token: str = ""
+    ) -> RequestPage:
+        """Requests of a session, or of all, oldest first, a page at a time.
+
+        ``page_size`` 0 is the server's default.
+        """
+        return await self._invoke(calls.list_requests(session_id, page_size, page_token))
+
+    async def evict_blocks(self, block_ids: Iterable[int]) -> int:
+        """Takes blocks out of the prefix cache; answers how many had content.
+
+        Who holds one keeps it. InvalidArgument, and nothing is done, if an id is none.
+        """
+        return await self._invoke(calls.evict_blocks(block_ids))
+
+    async def drain(self) -> int:
+        """Has the server stop as SIGTERM does; answers how many sessions it waits for."""
+        return await self._invoke(calls.drain())
+
+    def pull_blocks(
+        self,
+        block_hashes: Sequence[bytes],
+        group: int = 0,
+        *,
+        checksums: bool = False,
+        fingerprint: str = "",
+        timeout_s: float | None = None,
+    ) -> Stream[PulledBlock]:
+        """Copies of blocks, one answer a hash, in order; all within ``timeout_s``.
+
+        With ``checksums`` each is verified: DataLoss for one that came damaged. A stream
+        that breaks is not begun again.
+        """
+        request = calls.pull_blocks(block_hashes, group, checksums, fingerprint)
+        pull = self._stubs.method("KVTransferService", "PullBlocks")
+        return Stream(
+            pull(request, timeout=self.timeout_s if timeout_s is None else timeout_s),
+            lambda message: convert.pulled_blocks(message, block_hashes),
+        )
+
+    async def stream_events(
+        self, from_sequence: int | None = None, *, epoch: str = "", snapshot: bool = False
+    ) -> Stream[EventBatch]:
+        """What happens to the index, from ``from_sequence`` (default: now), until closed.
+
+        With ``snapshot``, all that is there comes first. The subscription stands when
+        this returns. OutOfRange for a cursor no longer kept, DataLoss for one of an
+        ``epoch`` that is over.
+        """
+        request = calls.stream_events(from_sequence, epoch, snapshot)
+        call = self._stubs.method("KVEventService", "StreamEvents")(request)
+        # Answered once subscribed; a failed call answers too, and fails when iterated over.
+        with contextlib.suppress(grpc.RpcError):
+            await call.initial_metadata()
+        return Stream(call, lambda message: (convert.event_batch(message),))
+
+    async def close(self) -> None:
+        """Ends every call and stream. Sessions live on until their leases end: close them first."""
+        self._stubs.closed = True
+        await self._keeper.close()
+        await self._stubs.channel.close()
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    async def _open(self, opening: Opening) -> Session:
+        asked_at = time.monotonic()
+        opened = await self._invoke(calls.open_session(opening))
+        return Session(self, opening, opened, asked_at=asked_at)
+
+    async def _invoke(self, call: Call[Result]) -> Result:
+        return call.read(await self._send(call))
+
+    async def _send(self, call: Call[Any], timeout_s: float | None = None) -> Any:
+        method = self._stubs.method(call.service, call.method)
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        try:
+            return await method(call.request, timeout=limit_s)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None

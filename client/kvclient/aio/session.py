@@ -1,0 +1,254 @@
+"""One scheduler's session, asyncio: the twin of ``kvclient.session``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from kvclient import calls
+from kvclient.aio.stream import StepStream
+from kvclient.calls import Call, Opened, Opening
+from kvclient.errors import (
+    CacheLost,
+    DeadlineExceeded,
+    FailedPrecondition,
+    KVDepotError,
+    lost_by,
+)
+from kvclient.lease import Lease
+from kvclient.reset import DrainPolls
+from kvclient.sequence import Sequence as OpSequence
+from kvclient.sequence import unsettled
+from kvclient.values import (
+    Content,
+    FreeMode,
+    FreeResult,
+    Hit,
+    ResetMode,
+    SlotRequest,
+    SlotResult,
+    Step,
+    StepMark,
+    StepResult,
+    Tokens,
+)
+
+if TYPE_CHECKING:
+    from kvclient.aio.client import Client
+
+Result = TypeVar("Result")
+
+
+class Session:
+    """One scheduler's session, as ``kvclient.client.Session``. Calls of several tasks take turns.
+
+    A call that raised Unavailable or DeadlineExceeded, or was cancelled, may or may not
+    have been done; by the time of the next call (or of ``settle``) it has been, once.
+    If that next call cannot reach the server either, it is not begun, and raises
+    Unavailable with the reason UNSETTLED.
+
+    The client renews the lease for as long as the session is open and referred to. Once
+    it is lost every call raises CacheLost at once; ``reopen`` begins anew.
+    """
+
+    def __init__(
+        self, client: Client, opening: Opening, opened: Opened, *, asked_at: float
+    ) -> None:
+        self.client = client
+        self.session_id = opened.session_id
+        self.epoch = opened.epoch
+        self.pool = opened.pool
+        self.reply_window = opened.reply_window
+        self.lease_ttl_s = opened.lease_ttl_s
+        self._opening = opening
+        self._lease = Lease(opened.lease_ttl_s, asked_at)
+        self._lost: CacheLost | None = None
+        self._sequence = OpSequence(opened.session_id, opened.epoch)
+        self._lock = asyncio.Lock()
+        self._closed = False
+        client._keeper.add(self)
+
+    @property
+    def lost(self) -> CacheLost | None:
+        """Why the session is over, as far as this side knows; None while it is not."""
+        return self._lost
+
+    async def reopen(self) -> Session:
+        """A new session with the same name and options; this one is over.
+
+        Nothing of this one is in it: no request, no handle, no ticket; content that was
+        confirmed is still a hit if the server lived on. After a restart the pool's
+        mapping is another, too: map it again. If this one is not lost it is closed, or,
+        when the server cannot be reached, left to its lease.
+        """
+        with contextlib.suppress(KVDepotError):
+            await self.close()
+        self._closed = True
+        return await self.client._open(self._opening)
+
+    async def get_computed_blocks(
+        self,
+        request_id: str,
+        content: Content | Tokens | None = None,
+        *,
+        mark: StepMark | None = None,
+    ) -> Hit:
+        """The longest cached prefix; introduces or extends the request by ``content``."""
+        return await self._call(calls.get_computed_blocks(request_id, content, mark))
+
+    async def allocate_slots(
+        self, slots: SlotRequest, *, mark: StepMark | None = None
+    ) -> SlotResult:
+        """Slots for one request; that it does not fit is an outcome, not an error."""
+        return await self._call(calls.allocate_slots(slots, mark))
+
+    async def cache_blocks(
+        self,
+        request_id: str,
+        num_computed_tokens: int,
+        content: Content | Tokens | None = None,
+        *,
+        mark: StepMark | None = None,
+    ) -> bool:
+        """Registers full blocks and confirms their bytes; False for an unknown request."""
+        return await self._call(calls.cache_blocks(request_id, num_computed_tokens, content, mark))
+
+    async def free(
+        self,
+        request_id: str,
+        mode: FreeMode = FreeMode.FINISH,
+        *,
+        did_not_run: bool = False,
+        mark: StepMark | None = None,
+    ) -> FreeResult:
+        """Gives the request's blocks back, or detaches them; a no-op if it is unknown."""
+        return await self._call(calls.free(request_id, mode, did_not_run, mark))
+
+    async def return_blocks(self, ticket: int, *, mark: StepMark | None = None) -> int:
+        """Gives detached blocks back; answers how many."""
+        return await self._call(calls.return_blocks(ticket, mark))
+
+    async def reset_prefix_cache(
+        self,
+        mode: ResetMode | str = ResetMode.REFUSE,
+        *,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+        timeout_s: float | None = None,
+        mark: StepMark | None = None,
+    ) -> int:
+        """Empties the cache, or the part with this LoRA name or salt; the new generation.
+
+        As ``kvclient.session.Session.reset_prefix_cache``; calls of other tasks go on while
+        a drain waits.
+        """
+        polls = DrainPolls(mode, (lora_name, cache_salt), timeout_s)
+        while True:
+            result = await self._call(polls.call(mark))
+            if polls.is_done(result):
+                return result.generation
+            await asyncio.sleep(polls.next_pause())
+
+    async def step(self, step: Step, *, mark: StepMark | None = None) -> StepResult:
+        """All operations of one scheduler step."""
+        return await self._call(calls.step(step, mark))
+
+    def step_stream(self) -> StepStream:
+        """A stream on which steps cost less."""
+        return StepStream(self)
+
+    async def settle(self) -> Any:
+        """The result of the last call, if its answer did not come; else None."""
+        self._check_not_lost()
+        async with self._lock:
+            pending = self._sequence.pending
+            return None if pending is None else await self._exchange(pending, self._send)
+
+    async def close(self) -> int:
+        """Frees all the session holds; answers the number of its requests.
+
+        0 if it was lost or closed already. Its lease is renewed no more, whatever happens.
+        """
+        self.client._keeper.remove(self)
+        if self._closed or self._lost is not None:
+            return 0
+        try:
+            num_requests = await self._call(calls.close_session())
+        except CacheLost:
+            return 0
+        self._closed = True
+        return num_requests
+
+    async def __aenter__(self) -> Session:
+        return self
+
+    async def __aexit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
+        if exc_type is None:
+            await self.close()
+        else:
+            with contextlib.suppress(KVDepotError):
+                await self.close()
+
+    def _lose(self, lost: CacheLost) -> None:
+        if self._lost is None:
+            self._lost = lost
+        self.client._keeper.remove(self)
+
+    def _check_not_lost(self) -> None:
+        if self._lost is not None:
+            raise self._lost.again()
+
+    async def _call(
+        self, call: Call[Result], send: Callable[[Call[Any]], Awaitable[Any]] | None = None
+    ) -> Result:
+        """Settles what is pending, then does ``call``, one at a time."""
+        if self._closed:
+            raise FailedPrecondition("the session is closed", reason="SESSION_CLOSED")
+        self._check_not_lost()
+        async with self._lock:
+            self._check_not_lost()
+            if self._sequence.pending is not None:
+                await self._settle(self._sequence.pending)
+            self._sequence.begin(call)
+            return await self._exchange(call, send or self._send)
+
+    async def _settle(self, pending: Call[Any]) -> None:
+        try:
+            await self._exchange(pending, self._send)
+        except CacheLost:
+            raise
+        except KVDepotError as error:
+            if self._sequence.pending is not None:
+                raise unsettled(error) from None
+            # Else its own error, which its caller was spared: it had no effect.
+
+    async def _exchange(
+        self, call: Call[Result], send: Callable[[Call[Any]], Awaitable[Any]]
+    ) -> Result:
+        while True:
+            asked_at = time.monotonic()
+            try:
+                reply = await send(call)
+            except KVDepotError as error:
+                lost = lost_by(error)
+                if lost is not None:
+                    self._lose(lost)
+                    raise lost from None
+                if self._sequence.failed(error):
+                    continue
+                raise
+            self._lease.renewed(asked_at)
+            self._sequence.succeeded()
+            return call.read(reply)
+
+    async def _send(self, call: Call[Any]) -> Any:
+        """Half the time for an answer; then sent again with its number, for the other half."""
+        client = self.client
+        deadline = time.monotonic() + client.timeout_s
+        try:
+            return await client._send(call, client.timeout_s / 2)
+        except DeadlineExceeded:
+            return await client._send(call, deadline - time.monotonic())

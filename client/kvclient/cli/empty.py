@@ -1,0 +1,68 @@
+"""``kvdepot reset`` and ``kvdepot evict``: taking content out of the prefix cache."""
+
+from __future__ import annotations
+
+import click
+
+from kvclient.cli.options import json_option, print_json, server_option, waiting
+from kvclient.client import Client
+
+_LEASE_S = 30.0
+
+
+@click.command()
+@server_option
+@click.option(
+    "--mode",
+    default="refuse",
+    show_default=True,
+    type=click.Choice(["refuse", "drain", "force"]),
+    help="While blocks are in use: refuse and say who holds them; admit nothing and wait for "
+    "them; or reset all the same, and let what runs end without its blocks becoming hits.",
+)
+@click.option("--lora-name", help="Only content of this LoRA adapter.")
+@click.option("--cache-salt", help="Only content with this cache salt.")
+@click.option(
+    "--timeout-s",
+    type=click.FloatRange(0, min_open=True),
+    help="How long a drain may take (default: the server's bound).",
+)
+@json_option
+def reset(
+    target: str,
+    mode: str,
+    lora_name: str | None,
+    cache_salt: str | None,
+    timeout_s: float | None,
+    as_json: bool,
+) -> None:
+    """Empty the prefix cache, as after an update of the weights."""
+    with (
+        Client(target) as client,
+        client.open_session("kvdepot reset", lease_ttl_s=_LEASE_S) as session,
+        waiting("waiting for the blocks in use" if mode == "drain" else "reset"),
+    ):
+        generation = session.reset_prefix_cache(
+            mode, lora_name=lora_name, cache_salt=cache_salt, timeout_s=timeout_s
+        )
+    if as_json:
+        print_json({"generation": generation})
+    else:
+        click.echo(f"reset; generation {generation} has begun")
+
+
+@click.command()
+@click.argument("block_ids", nargs=-1, required=True, type=click.IntRange(1), metavar="ID...")
+@server_option
+@json_option
+def evict(block_ids: tuple[int, ...], target: str, as_json: bool) -> None:
+    """Take blocks out of the prefix cache, by block id.
+
+    Who holds one keeps it; it is a hit for nobody any more.
+    """
+    with Client(target) as client:
+        num_evicted = client.evict_blocks(block_ids)
+    if as_json:
+        print_json({"evicted": num_evicted})
+    else:
+        click.echo(f"{num_evicted} of {len(set(block_ids))} blocks had content and lost it")

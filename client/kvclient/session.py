@@ -1,0 +1,252 @@
+"""One scheduler's session, synchronous: its ordered calls, its lease, its end."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from kvclient import calls
+from kvclient.calls import Call, Opened, Opening
+from kvclient.errors import (
+    CacheLost,
+    DeadlineExceeded,
+    FailedPrecondition,
+    KVDepotError,
+    lost_by,
+)
+from kvclient.lease import Lease
+from kvclient.reset import DrainPolls
+from kvclient.sequence import Sequence as OpSequence
+from kvclient.sequence import unsettled
+from kvclient.stream import StepStream
+from kvclient.values import (
+    Content,
+    FreeMode,
+    FreeResult,
+    Hit,
+    ResetMode,
+    SlotRequest,
+    SlotResult,
+    Step,
+    StepMark,
+    StepResult,
+    Tokens,
+)
+
+if TYPE_CHECKING:
+    from kvclient.client import Client
+
+Result = TypeVar("Result")
+
+
+class Session:
+    """One scheduler's session. Calls from several threads take turns.
+
+    A call that raised Unavailable or DeadlineExceeded may or may not have been done;
+    by the time of the next call (or of ``settle``) it has been, exactly once. If that
+    next call cannot reach the server either, it is not begun, and raises Unavailable
+    with the reason UNSETTLED.
+    ``mark`` says which scheduler step a call belongs to and which have ended;
+    left out, each call ends the step before it.
+
+    The client renews the lease for as long as the session is open and referred to. Once
+    it is lost every call raises CacheLost at once; ``reopen`` begins anew.
+    """
+
+    def __init__(
+        self, client: Client, opening: Opening, opened: Opened, *, asked_at: float
+    ) -> None:
+        self.client = client
+        self.session_id = opened.session_id
+        self.epoch = opened.epoch
+        self.pool = opened.pool
+        self.reply_window = opened.reply_window
+        self.lease_ttl_s = opened.lease_ttl_s
+        self._opening = opening
+        self._lease = Lease(opened.lease_ttl_s, asked_at)
+        self._lost: CacheLost | None = None
+        self._sequence = OpSequence(opened.session_id, opened.epoch)
+        self._lock = threading.Lock()
+        self._closed = False
+        client._keeper.add(self)
+
+    @property
+    def lost(self) -> CacheLost | None:
+        """Why the session is over, as far as this side knows; None while it is not."""
+        return self._lost
+
+    def reopen(self) -> Session:
+        """A new session with the same name and options; this one is over.
+
+        Nothing of this one is in it: no request, no handle, no ticket; content that was
+        confirmed is still a hit if the server lived on. After a restart the pool's
+        mapping is another, too: map it again. If this one is not lost it is closed, or,
+        when the server cannot be reached, left to its lease.
+        """
+        with contextlib.suppress(KVDepotError):
+            self.close()
+        self._closed = True
+        return self.client._open(self._opening)
+
+    def get_computed_blocks(
+        self,
+        request_id: str,
+        content: Content | Tokens | None = None,
+        *,
+        mark: StepMark | None = None,
+    ) -> Hit:
+        """The longest cached prefix; introduces or extends the request by ``content``."""
+        return self._call(calls.get_computed_blocks(request_id, content, mark))
+
+    def allocate_slots(self, slots: SlotRequest, *, mark: StepMark | None = None) -> SlotResult:
+        """Slots for one request; that it does not fit is an outcome, not an error."""
+        return self._call(calls.allocate_slots(slots, mark))
+
+    def cache_blocks(
+        self,
+        request_id: str,
+        num_computed_tokens: int,
+        content: Content | Tokens | None = None,
+        *,
+        mark: StepMark | None = None,
+    ) -> bool:
+        """Registers full blocks and confirms their bytes; False for an unknown request."""
+        return self._call(calls.cache_blocks(request_id, num_computed_tokens, content, mark))
+
+    def free(
+        self,
+        request_id: str,
+        mode: FreeMode = FreeMode.FINISH,
+        *,
+        did_not_run: bool = False,
+        mark: StepMark | None = None,
+    ) -> FreeResult:
+        """Gives the request's blocks back, or detaches them; a no-op if it is unknown."""
+        return self._call(calls.free(request_id, mode, did_not_run, mark))
+
+    def return_blocks(self, ticket: int, *, mark: StepMark | None = None) -> int:
+        """Gives detached blocks back; answers how many."""
+        return self._call(calls.return_blocks(ticket, mark))
+
+    def reset_prefix_cache(
+        self,
+        mode: ResetMode | str = ResetMode.REFUSE,
+        *,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+        timeout_s: float | None = None,
+        mark: StepMark | None = None,
+    ) -> int:
+        """Empties the cache, or the part with this LoRA name or salt; the new generation.
+
+        "refuse": BlocksInUse while blocks are in use. "drain": admits nothing more and
+        waits until none is, at most ``timeout_s`` (default: the server's bound), then
+        BlocksInUse with the holders; calls of other threads go on meanwhile. "force": at
+        once; what runs keeps its blocks, and none of them becomes a hit any more.
+        """
+        polls = DrainPolls(mode, (lora_name, cache_salt), timeout_s)
+        while True:
+            result = self._call(polls.call(mark))
+            if polls.is_done(result):
+                return result.generation
+            time.sleep(polls.next_pause())
+
+    def step(self, step: Step, *, mark: StepMark | None = None) -> StepResult:
+        """All operations of one scheduler step."""
+        return self._call(calls.step(step, mark))
+
+    def step_stream(self) -> StepStream:
+        """A stream on which steps cost less."""
+        return StepStream(self)
+
+    def settle(self) -> Any:
+        """The result of the last call, if its answer did not come; else None."""
+        self._check_not_lost()
+        with self._lock:
+            pending = self._sequence.pending
+            return None if pending is None else self._exchange(pending, self._send)
+
+    def close(self) -> int:
+        """Frees all the session holds; answers the number of its requests.
+
+        0 if it was lost or closed already. Its lease is renewed no more, whatever happens.
+        """
+        self.client._keeper.remove(self)
+        if self._closed or self._lost is not None:
+            return 0
+        try:
+            num_requests = self._call(calls.close_session())
+        except CacheLost:
+            return 0
+        self._closed = True
+        return num_requests
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
+        if exc_type is None:
+            self.close()
+        else:
+            with contextlib.suppress(KVDepotError):
+                self.close()
+
+    def _lose(self, lost: CacheLost) -> None:
+        if self._lost is None:
+            self._lost = lost
+        self.client._keeper.remove(self)
+
+    def _check_not_lost(self) -> None:
+        if self._lost is not None:
+            raise self._lost.again()
+
+    def _call(self, call: Call[Result], send: Callable[[Call[Any]], Any] | None = None) -> Result:
+        """Settles what is pending, then does ``call``, one at a time."""
+        if self._closed:
+            raise FailedPrecondition("the session is closed", reason="SESSION_CLOSED")
+        self._check_not_lost()
+        with self._lock:
+            self._check_not_lost()
+            if self._sequence.pending is not None:
+                self._settle(self._sequence.pending)
+            self._sequence.begin(call)
+            return self._exchange(call, send or self._send)
+
+    def _settle(self, pending: Call[Any]) -> None:
+        try:
+            self._exchange(pending, self._send)
+        except CacheLost:
+            raise
+        except KVDepotError as error:
+            if self._sequence.pending is not None:
+                raise unsettled(error) from None
+            # Else its own error, which its caller was spared: it had no effect.
+
+    def _exchange(self, call: Call[Result], send: Callable[[Call[Any]], Any]) -> Result:
+        while True:
+            asked_at = time.monotonic()
+            try:
+                reply = send(call)
+            except KVDepotError as error:
+                lost = lost_by(error)
+                if lost is not None:
+                    self._lose(lost)
+                    raise lost from None
+                if self._sequence.failed(error):
+                    continue
+                raise
+            self._lease.renewed(asked_at)
+            self._sequence.succeeded()
+            return call.read(reply)
+
+    def _send(self, call: Call[Any]) -> Any:
+        """Half the time for an answer; then sent again with its number, for the other half."""
+        client = self.client
+        deadline = time.monotonic() + client.timeout_s
+        try:
+            return client._send(call, client.timeout_s / 2)
+        except DeadlineExceeded:
+            return client._send(call, deadline - time.monotonic())

@@ -1,0 +1,217 @@
+"""What is bounded, and what a caller at the bound is told."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+
+from kvdepot.v1 import cache_pb2, event_pb2, transfer_pb2
+from kvserver.config import ConfigError, parse
+from serving import Scheduler, Serve, Served, refused, tokens
+
+PROMPT = tokens(*range(1, 11))
+
+
+def follow(served: Served) -> Any:
+    """An open StreamEvents."""
+    stream = served.event.StreamEvents(event_pb2.StreamEventsRequest(), timeout=20)
+    stream.initial_metadata()
+    if stream.done():
+        next(stream)
+    return stream
+
+
+def attach(served: Served, scheduler: Scheduler) -> Any:
+    """An open AttachWorker."""
+    stream = served.transfer.AttachWorker(
+        transfer_pb2.AttachWorkerRequest(
+            session_id=scheduler.opened.session_id, epoch=scheduler.opened.epoch
+        ),
+        timeout=20,
+    )
+    next(stream)
+    return stream
+
+
+def step_stream(served: Served, scheduler: Scheduler) -> Any:
+    """A StepStream's first answer; the stream ends after it."""
+    request = cache_pb2.StepRequest(context=scheduler.context())
+    return list(served.cache.StepStream(iter([request]), timeout=20))
+
+
+def fill_sessions(served: Served, _: Scheduler) -> None:
+    served.open()
+
+
+def fill_requests(_: Served, scheduler: Scheduler) -> None:
+    scheduler.lookup("a", PROMPT)
+
+
+def fill_tokens(_: Served, scheduler: Scheduler) -> None:
+    scheduler.lookup("a", PROMPT)
+    refused_by_step(scheduler)
+
+
+def refused_by_step(scheduler: Scheduler) -> None:
+    """In a Step it is the operation that is refused."""
+    response = scheduler.stub.Step(
+        cache_pb2.StepRequest(
+            context=scheduler.context(),
+            runs=[cache_pb2.Run(kind=cache_pb2.OPERATION_KIND_ADMIT, count=1)],
+            admissions=[
+                cache_pb2.SlotRequest(
+                    request_id="b",
+                    content=cache_pb2.RequestContent(tokens=PROMPT[:40]),
+                    lookup=True,
+                )
+            ],
+        ),
+        timeout=20,
+    )
+    assert response.admissions[0].outcome == cache_pb2.OUTCOME_INVALID
+    assert response.errors[0].reason == "TOO_MANY_TOKENS"
+
+
+Act = Callable[[Served, Scheduler], Any]
+
+
+@pytest.mark.parametrize(
+    ("options", "fill", "beyond", "reason"),
+    [
+        pytest.param(
+            {"max_sessions": 2},
+            fill_sessions,
+            lambda served, _: served.open(),
+            "TOO_MANY_SESSIONS",
+            id="sessions",
+        ),
+        pytest.param(
+            {"max_requests_per_session": 1},
+            fill_requests,
+            lambda _, scheduler: scheduler.lookup("b", tokens(1)),
+            "TOO_MANY_REQUESTS",
+            id="requests",
+        ),
+        pytest.param(
+            {"max_tokens_per_session": 15},
+            fill_tokens,
+            lambda _, scheduler: scheduler.lookup("b", tokens(*range(6))),
+            "TOO_MANY_TOKENS",
+            id="tokens",
+        ),
+        pytest.param(
+            {"max_tokens_per_session": 15},
+            fill_tokens,
+            lambda _, scheduler: scheduler.allocate(
+                "a",
+                content=cache_pb2.RequestContent(token_offset=10, tokens=tokens(*range(6))),
+                num_new_tokens=1,
+            ),
+            "TOO_MANY_TOKENS",
+            id="tokens appended",
+        ),
+        pytest.param(
+            {"max_workers_per_session": 1}, attach, attach, "TOO_MANY_WORKERS", id="workers"
+        ),
+        *(
+            pytest.param({"max_concurrent_streams": 1}, fill, beyond, "TOO_MANY_STREAMS", id=name)
+            for name, fill, beyond in (
+                ("an event stream", attach, lambda served, _: follow(served)),
+                ("a step stream", attach, step_stream),
+                ("a worker", lambda served, _: follow(served), attach),
+            )
+        ),
+    ],
+)
+def test_at_the_limit(
+    serve: Serve, options: dict[str, int], fill: Act, beyond: Act, reason: str
+) -> None:
+    served = serve(**options)
+    scheduler = served.open()
+    held = fill(served, scheduler)
+    before = served.stats()
+    for _ in range(2):
+        detail = refused(lambda: beyond(served, scheduler), grpc.StatusCode.RESOURCE_EXHAUSTED)
+        assert (detail.reason, detail.retryable) == (reason, True)
+    after = served.stats()
+    assert (after.blocks, after.num_requests) == (before.blocks, before.num_requests)
+    served.assert_clean()
+    del held
+
+
+def test_room_that_is_given_back(serve: Serve) -> None:
+    served = serve(max_tokens_per_session=20, max_concurrent_streams=1)
+    scheduler = served.open()
+    for number in range(5):
+        scheduler.admit(f"{number}", PROMPT)
+        own = tokens(*range(1000 * number, 1000 * number + 10))
+        scheduler.admit("cut", own)
+        scheduler.free(f"{number}", cache_pb2.FREE_MODE_DETACH)
+        # Cut off to 4 tokens, and again to the limit.
+        for prompt in (own[:16], own + tokens(*range(100, 110))):
+            scheduler.stub.CacheBlocks(
+                cache_pb2.CacheBlocksRequest(
+                    context=scheduler.context(),
+                    request_id="cut",
+                    content=cache_pb2.RequestContent(tokens=prompt),
+                ),
+                timeout=20,
+            )
+        scheduler.free("cut")
+    served.assert_clean()
+    for _ in range(3):
+        step_stream(served, scheduler)
+
+
+def test_a_message_beyond_the_limit(serve: Serve) -> None:
+    served = serve(max_message_bytes=1 << 16)
+    scheduler = served.open()
+    with pytest.raises(grpc.RpcError) as caught:
+        scheduler.lookup("a", bytes(1 << 17))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "65536" in caught.value.details()
+    assert scheduler.lookup("a", PROMPT).handle
+
+
+def test_help_tells_every_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse(["--help"], {})
+    assert caught.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for option, default in (
+        ("--max-sessions", "1024"),
+        ("--max-requests-per-session", "65536"),
+        ("--max-tokens-per-session", "67108864"),
+        ("--max-workers-per-session", "256"),
+        ("--max-concurrent-streams", "16384"),
+        ("--max-message-bytes", "67108864"),
+        ("--lease-ttl-seconds", "30.0"),
+        ("--lease-ttl-seconds-max", "600.0"),
+        ("--quarantine-seconds", "60.0"),
+        ("--reset-deadline-seconds", "300.0"),
+    ):
+        told = re.search(rf"{option} [A-Z]+ (.*?)(?: --|$)", text)
+        assert told is not None, option
+        assert f"(default {default})" in told[1]
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--max-tokens-per-session", "0"], "--max-tokens-per-session"),
+        (["--lease-ttl-seconds", "0"], "--lease-ttl-seconds"),
+        (
+            ["--lease-ttl-seconds", "700"],
+            "--lease-ttl-seconds 700 is more than",
+        ),
+        (["--max-concurrent-streams", "many"], "--max-concurrent-streams"),
+        (["--quarantine-seconds", "-1"], "--quarantine-seconds"),
+    ],
+)
+def test_limits_that_make_no_sense(argv: list[str], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        parse(argv, {})
