@@ -6,7 +6,7 @@ when one view uses the pool.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from kvcore.block import FreeKVCacheBlockQueue, KVCacheBlock
@@ -170,7 +170,7 @@ class BlockPool:
     def cache_full_blocks(
         self,
         request: Request,
-        blocks: Sequence[KVCacheBlock],
+        blocks: list[KVCacheBlock],
         *,
         num_cached_blocks: int,
         num_full_blocks: int,
@@ -190,10 +190,11 @@ class BlockPool:
         index = self.indexes[group]
         entries = index.entries
         full = slice(num_cached_blocks, num_full_blocks)
-        new_blocks = []
-        for block, block_hash in zip(blocks[full], hashes[full], strict=True):
-            if block.is_null:
-                continue
+        new_blocks, new_hashes = blocks[full], hashes[full]
+        if self.null_block in new_blocks:
+            real = [i for i, block in enumerate(new_blocks) if not block.is_null]
+            new_blocks, new_hashes = [new_blocks[i] for i in real], [new_hashes[i] for i in real]
+        for block, block_hash in zip(new_blocks, new_hashes, strict=True):
             assert block.block_hash is None
             block.block_hash = block_hash
             block.group = group
@@ -201,7 +202,6 @@ class BlockPool:
             # The first copy is the usual case, which costs no call.
             if entries.setdefault(block_hash, block) is not block:
                 index.insert(block_hash, block)
-            new_blocks.append(block)
         if self.publish_events:
             for first in range(num_cached_blocks, num_full_blocks, RUN_BLOCKS_MAX):
                 stop = min(first + RUN_BLOCKS_MAX, num_full_blocks)

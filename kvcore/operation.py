@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import NamedTuple
 
 from kvcore.hashing import ExtraKeys
 
@@ -42,8 +43,7 @@ class FreeMode(IntEnum):
     DETACH = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
+class Content(NamedTuple):
     """What is new about a request: its introduction (offset 0) or appended tokens.
 
     ``tokens`` are little-endian uint32. ``extra`` and what follows count only when
@@ -58,8 +58,7 @@ class Content:
     skip_reading_prefix_cache: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class SlotRequest:
+class SlotRequest(NamedTuple):
     """Slots for one request; the fields are those of vLLM's ``allocate_slots``.
 
     ``num_new_tokens`` None: all that are left after the hit, at most
