@@ -27,6 +27,7 @@ DURATION_BOUNDS_SECONDS = (
     *(0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0),
 )
 _ABORT_SECONDS = 1.0
+_STALLED = "STALLED"
 
 
 class RpcCounts:
@@ -125,6 +126,8 @@ class Rpcs:
             except Exception as error:
                 failed = self.failure(error, method)
                 code = failed.code.name
+                if getattr(error, "reason", None) != _STALLED:
+                    await failed.abort(context)
                 # A client that reads no more is told when it does; nobody waits for that.
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(failed.abort(context), _ABORT_SECONDS)
@@ -140,7 +143,7 @@ async def write(context: Context, message: bytes, *, seconds: float) -> None:
         await asyncio.wait_for(context.write(message), seconds)
     except asyncio.TimeoutError:
         raise ResourceExhausted(
-            f"nothing was read for {seconds:g} s", reason="STALLED", retryable=True
+            f"nothing was read for {seconds:g} s", reason=_STALLED, retryable=True
         ) from None
 
 
