@@ -172,6 +172,13 @@ def test_a_departed_sessions_blocks_survive_no_reset_as_hits(served: Served) -> 
             "session_id",
             id="none",
         ),
+        pytest.param(
+            {"name": "x" * 1025},
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "INVALID_ARGUMENT",
+            "name",
+            id="an endless name",
+        ),
     ],
 )
 def test_attach_refuses(
