@@ -46,6 +46,14 @@ from kvcore.session import DetachedBlocks, Session
 from kvcore.spec import DepotConfig
 from kvcore.step import apply_step
 
+NAME_BYTES_MAX = 1024
+
+
+def check_name(name: str) -> None:
+    """InvalidArgument if the name of a session or a worker is too long to be shown."""
+    if len(name.encode()) > NAME_BYTES_MAX:
+        raise InvalidArgument(f"a name has at most {NAME_BYTES_MAX} bytes", field="name")
+
 
 @dataclass(frozen=True, slots=True)
 class DepotStats:
@@ -107,6 +115,7 @@ class Depot:
 
     def open_session(self, name: str, fingerprint: str = "") -> Session:
         """A new session. A fingerprint that is not the pool's is FailedPrecondition."""
+        check_name(name)
         if fingerprint and fingerprint != self.config.fingerprint:
             raise FailedPrecondition(
                 f"the pool's fingerprint is {self.config.fingerprint}, not {fingerprint}: model, "

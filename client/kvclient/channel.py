@@ -30,8 +30,8 @@ _RETRY_POLICY = {
     "retryableStatusCodes": ["UNAVAILABLE"],
 }
 # Streams are not in it. A Step must keep its place in the stream, so there is an own loop
-# for those; and in a process where grpc 1.85 had sent streams again, its connection was now
-# and then read no more.
+# for those. And with grpc 1.85 and streams in it, killing and restarting the server left a
+# process, in most tries, with streams that neither answered nor failed.
 _SERVICE_CONFIG = json.dumps(
     {
         "methodConfig": [

@@ -310,7 +310,8 @@ class KVCacheManager:
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Takes these blocks out of the prefix cache; who holds one keeps it."""
-        self.session.client.evict_blocks(block_ids)
+        # The null block has no content, and is in tables all the same.
+        self.session.client.evict_blocks(block_id for block_id in block_ids if block_id)
 
     @property
     def usage(self) -> float:

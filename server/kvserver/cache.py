@@ -7,7 +7,7 @@ from time import perf_counter
 
 import grpc
 
-from kvcore.errors import InvalidArgument, ResourceExhausted, Unavailable
+from kvcore.errors import ResourceExhausted, Unavailable
 from kvcore.operation import FreeMode
 from kvcore.session import Session
 from kvdepot.v1 import cache_pb2 as pb
@@ -18,7 +18,6 @@ from kvserver.rpc import Context, Handler, RpcCounts, Rpcs
 
 SERVICE = pb.DESCRIPTOR.services_by_name["KVCacheService"].full_name
 
-NAME_BYTES_MAX = 256
 # So that one message cannot keep the others waiting for long, and its reply can be sent.
 STEP_OPERATIONS_MAX = 1 << 16
 
@@ -57,10 +56,6 @@ class CacheService:
 
     def open_session(self, request: pb.OpenSessionRequest) -> bytes:
         """OpenSession."""
-        if len(request.name.encode()) > NAME_BYTES_MAX:
-            raise InvalidArgument(
-                f"a session's name has at most {NAME_BYTES_MAX} bytes", field="name"
-            )
         ttl = request.lease_ttl_seconds if request.HasField("lease_ttl_seconds") else None
         session = self._node.open_session(request.name, request.fingerprint, ttl)
         return pb.OpenSessionResponse(

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+logger = logging.getLogger(__name__)
 
 # A timer this late says that the whole process stood still.
 _STALL_SECONDS = 0.5
@@ -133,4 +136,8 @@ class Deadlines:
                 passed.append(entry.passed)
         self._arm()
         for callback in passed:
-            callback()
+            try:
+                callback()
+            except Exception:
+                # The others' time is up all the same.
+                logger.exception("what follows a deadline failed")

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 from google.protobuf.message import Message
 
-from kvcore.depot import Depot
+from kvcore.depot import Depot, check_name
 from kvcore.errors import InvalidArgument, NotFound, Unavailable
 from kvcore.listing import SessionInfo
 from kvcore.memory import PoolMemory, layer_layouts
@@ -184,6 +184,7 @@ class Node:
 
     def attach_worker(self, session: Session, name: str) -> Worker:
         """A worker that may write to the session's blocks until it is detached."""
+        check_name(name)
         self.depot.attach_worker(session)
         worker = Worker(session, name)
         self._workers.setdefault(session.session_id, set()).add(worker)

@@ -15,7 +15,7 @@ import pytest
 from kvclient.aio import Client
 from kvclient.errors import CacheLost
 
-TTL_S = 0.6
+TTL_S = 1.0
 
 
 def keepers() -> int:
@@ -32,7 +32,7 @@ async def story(target: str) -> None:
     async with Client(target) as client:
         sessions = [await client.open_session(lease_ttl_s=TTL_S) for _ in range(3)]
         assert keepers() == 1
-        await asyncio.sleep(3 * TTL_S)
+        await asyncio.sleep(2 * TTL_S)
         for session in sessions:
             assert session.lost is None
             await session.get_computed_blocks("a", [1, 2, 3])
@@ -45,7 +45,7 @@ async def story(target: str) -> None:
         await sessions.pop().close()
         (session,) = sessions
         while session.lost is None:
-            time.sleep(3 * TTL_S)
+            time.sleep(2 * TTL_S)
             await asyncio.sleep(0.3)
         assert keepers() == 0
         with pytest.raises(CacheLost) as lost:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvclient import Client
-from kvclient.errors import NotFound
+from kvclient.errors import BlocksInUse, CacheLost, NotFound
 from kvclient.facade import KVCacheManager as Facade
 from kvclient.facade import PrefixCacheStats
 from kvclient.values import Content, SlotRequest, token_bytes
@@ -219,6 +221,10 @@ class Scheduler:
             cleared = self.local.reset_prefix_cache()
             assert self.facade.reset_prefix_cache() is cleared
             self.counts["reset"] += cleared
+        if self.random.random() < 0.15:
+            bad = {self.random.randrange(NUM_BLOCKS) for _ in range(4)}
+            self.local.evict_blocks(bad)
+            self.facade.evict_blocks(bad)
         self.compare()
 
     def compare(self) -> None:
@@ -305,6 +311,56 @@ def test_a_hit_that_changed_does_not_fit(client: Client) -> None:
         assert num_hit == 0
         assert facade.allocate_slots(new, 9, 0, hit) is not None
         facade.free(new)
+        facade.close()
+
+
+def test_resets_that_wait_and_that_do_not(client: Client) -> None:
+    with client.open_session("facade") as session, client.open_session("other") as other:
+        facade = Facade(session)
+        runs, waits = request_of("runs", list(range(8))), request_of("waits", [7, 8])
+        facade.get_computed_blocks(runs)
+        assert facade.allocate_slots(runs, 8) is not None
+        assert facade.reset_prefix_cache("drain", timeout_s=0.05) is False
+        with pytest.raises(BlocksInUse):
+            other.reset_prefix_cache()
+
+        # Another session's reset waits: what runs goes on, nothing is admitted.
+        with ThreadPoolExecutor() as threads:
+            drained = threads.submit(other.reset_prefix_cache, "drain", timeout_s=20)
+            while not client.stats().reset_pending:
+                time.sleep(0.01)
+            runs.all_token_ids.append(9)
+            runs.num_tokens, runs.num_computed_tokens = 9, 8
+            assert facade.allocate_slots(runs, 1) is not None
+            facade.get_computed_blocks(waits)
+            assert facade.allocate_slots(waits, 2) is None
+            facade.free(runs)
+            generation = drained.result()
+        facade.get_computed_blocks(waits)
+        assert facade.allocate_slots(waits, 2) is not None
+        assert facade.reset_prefix_cache("force") is True
+        assert client.stats().generation == generation + 1
+        facade.free(waits)
+        facade.close()
+
+
+def test_the_sessions_end_passes_through(client: Client) -> None:
+    session = client.open_session(lease_ttl_s=0.1)
+    facade = Facade(session)
+    request = request_of("a", [1, 2, 3])
+    facade.get_computed_blocks(request)
+    client._keeper.remove(session)  # as when the scheduler stands still
+    while client.stats().num_sessions:
+        time.sleep(0.01)
+    with pytest.raises(CacheLost):
+        facade.allocate_slots(request, 3)
+    facade.close()
+    with session.reopen() as fresh:
+        facade = Facade(fresh)
+        _, num_hit = facade.get_computed_blocks(request)
+        assert num_hit == 0
+        assert facade.allocate_slots(request, 3) is not None
+        facade.free(request)
         facade.close()
 
 

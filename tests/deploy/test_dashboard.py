@@ -98,6 +98,8 @@ def test_query_asks_the_chosen_servers_for_rates_of_counters(query: Query) -> No
         "kvdepot_rpc_duration_seconds_bucket",
         "kvdepot_events_total",
         "kvdepot_sessions",
+        "kvdepot_sessions_ended_total",
+        "kvdepot_departed_sessions",
         "kvdepot_requests",
         "kvdepot_pulled_bytes_total",
     ],

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from processes import Processes, processes_in
 from serving import Serve, serving
 
 
@@ -15,3 +16,10 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
     """Starts servers; keywords are ServerConfig's. All stop when the test ends."""
     with serving(tmp_path) as start:
         yield start
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    """Starts servers and clients; whatever still runs when the test ends is killed."""
+    with processes_in(tmp_path) as made:
+        yield made

@@ -5,9 +5,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from itertools import count
-from typing import Any
-
-from kvserver.deadlines import Deadlines
 
 
 class Timer:
@@ -59,10 +56,3 @@ class ManualClock:
     def stall(self, seconds: float) -> None:
         """Time passes, and nothing is called: the process stood still."""
         self.now += seconds
-
-
-def by_hand(served: Any) -> ManualClock:
-    """Have the leases of a server that has no session yet run by a clock of ours."""
-    clock = ManualClock()
-    served.server.node._deadlines = Deadlines(clock)
-    return clock

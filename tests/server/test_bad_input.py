@@ -88,10 +88,10 @@ def in_context(**context: Any) -> Call:
 CASES = [
     # Who calls.
     pytest.param(
-        lambda s: s.stub.OpenSession(cache_pb2.OpenSessionRequest(name="n" * 300)),
+        lambda s: s.stub.OpenSession(cache_pb2.OpenSessionRequest(name="x" * 1025)),
         INVALID,
         "name",
-        id="endless session name",
+        id="an endless name",
     ),
     pytest.param(in_context(session_id=""), INVALID, "session_id", id="no session"),
     pytest.param(in_context(session_id="0" * 36), NOT_FOUND, "session_id", id="unknown session"),

@@ -69,6 +69,17 @@ def test_what_comes_and_goes_leaves_nothing(clock: ManualClock) -> None:
     assert clock.num_timers == 0
 
 
+def test_one_that_fails_stops_no_other(
+    clock: ManualClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    deadlines, passed = Deadlines(clock), []
+    deadlines.set("fails", 1.0, lambda: passed[0])
+    deadlines.set("works", 1.0, partial(passed.append, "works"))
+    clock.advance(2)
+    assert passed == ["works"]
+    assert "deadline failed" in caplog.text
+
+
 def test_renewals_that_wait_for_a_stalled_process_count(clock: ManualClock) -> None:
     deadlines, passed = Deadlines(clock), []
     deadlines.set("renews", 5.0, partial(passed.append, "renews"))

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from kvdepot.v1 import cache_pb2, transfer_pb2, types_pb2
-from manual_clock import ManualClock, by_hand
+from manual_clock import ManualClock
 from serving import Scheduler, Serve, Served, refused, tokens
 
 PROMPT = tokens(*range(1, 11))
@@ -19,8 +19,14 @@ TTL = 30.0
 
 
 @pytest.fixture
-def clock(served: Served) -> ManualClock:
-    return by_hand(served)
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def served(serve: Serve, clock: ManualClock) -> Served:
+    """A server whose leases run by the test's clock."""
+    return serve(clock=clock)
 
 
 def advance(served: Served, clock: ManualClock, seconds: float) -> None:

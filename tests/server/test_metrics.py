@@ -8,7 +8,7 @@ import grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvdepot.v1 import transfer_pb2
-from manual_clock import by_hand
+from manual_clock import ManualClock
 from serving import Serve, Served, refused, tokens
 
 PROMPT = tokens(*range(1, 11))
@@ -54,8 +54,8 @@ def test_a_scrape_tells_what_happened(serve: Serve) -> None:
 
 
 def test_a_session_that_expires_under_its_worker(serve: Serve) -> None:
-    served = serve(no_metrics=False, metrics_port=0)
-    clock = by_hand(served)
+    clock = ManualClock()
+    served = serve(clock=clock, no_metrics=False, metrics_port=0)
     dies = served.open()
     served.open().close()
     worker = served.transfer.AttachWorker(

@@ -11,7 +11,7 @@ import pytest
 
 from kvdepot.v1 import cache_pb2 as pb
 from kvdepot.v1 import event_pb2, types_pb2
-from manual_clock import by_hand
+from manual_clock import ManualClock
 from serving import Scheduler, Serve, Served, int32s, refused, tokens
 
 PROMPT = tokens(*range(1, 11))
@@ -152,8 +152,9 @@ def test_a_reset_with_nothing_to_wait_for(served: Served) -> None:
     assert (reply.done, reply.generation) == (True, 1)
 
 
-def test_the_death_of_the_last_holder_resets(served: Served) -> None:
-    clock = by_hand(served)
+def test_the_death_of_the_last_holder_resets(serve: Serve) -> None:
+    clock = ManualClock()
+    served = serve(clock=clock)
     dies, waits = served.open("dies"), served.open("waits")
     dies.admit("a", PROMPT)
     drain_id = reset(waits, pb.RESET_MODE_DRAIN).drain_id
@@ -189,8 +190,8 @@ def test_a_step_resets_at_its_end(served: Served) -> None:
 
 
 def test_a_reset_that_waits_too_long_is_abandoned(serve: Serve) -> None:
-    served = serve(reset_deadline_seconds=20.0)
-    clock = by_hand(served)
+    clock = ManualClock()
+    served = serve(clock=clock, reset_deadline_seconds=20.0)
     scheduler = served.open()
     scheduler.admit("a", PROMPT)
     scheduler.free("nobody")

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from kvdepot.v1 import cache_pb2, transfer_pb2
-from manual_clock import by_hand
+from manual_clock import ManualClock
 from serving import Scheduler, Serve, Served, refused, tokens
 
 PROMPT = tokens(*range(1, 11))
@@ -59,9 +59,10 @@ def expire(_: Scheduler, advance: Callable[[float], None]) -> None:
 
 @pytest.mark.parametrize("end_session", [close, expire])
 def test_quarantined_until_the_last_worker_is_gone(
-    served: Served, end_session: Callable[..., None]
+    serve: Serve, end_session: Callable[..., None]
 ) -> None:
-    clock = by_hand(served)
+    clock = ManualClock()
+    served = serve(clock=clock)
 
     def advance(seconds: float) -> None:
         served.loop.call(lambda: clock.advance(seconds))
@@ -101,8 +102,8 @@ def test_quarantined_until_the_last_worker_is_gone(
 
 
 def test_quarantined_until_the_operators_bound(serve: Serve) -> None:
-    served = serve(quarantine_seconds=40.0)
-    clock = by_hand(served)
+    clock = ManualClock()
+    served = serve(clock=clock, quarantine_seconds=40.0)
     gone, stays = served.open("gone"), served.open("stays")
     worker = attach(served, gone)
     next(worker)
@@ -170,6 +171,13 @@ def test_a_departed_sessions_blocks_survive_no_reset_as_hits(served: Served) -> 
             "INVALID_ARGUMENT",
             "session_id",
             id="none",
+        ),
+        pytest.param(
+            {"name": "x" * 1025},
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "INVALID_ARGUMENT",
+            "name",
+            id="an endless name",
         ),
     ],
 )

@@ -59,7 +59,10 @@ def audit(target: str, as_json: bool) -> None:
 @server_option
 @json_option
 def drain(target: str, as_json: bool) -> None:
-    """Stop a server as SIGTERM does: no new sessions, a grace for those that are open."""
+    """Stop a server, as SIGTERM does.
+
+    It opens no new sessions, and those that are open get a grace to close.
+    """
     with Client(target) as client:
         num_sessions = client.drain()
     if as_json:

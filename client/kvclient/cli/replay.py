@@ -170,7 +170,7 @@ def replay(
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0))
 @json_option
 def demo(num_requests: int, seed: int, as_json: bool) -> None:
-    """Start a server, replay chats on it, and say what happened."""
+    """Start a server, replay chats on it, tell what happened."""
     settings = _settings(num_requests=num_requests, seed=seed, max_running=32)
     # Small on purpose: the cache must evict, and at times a request must wait.
     report = _run(settings, None, ["--model", "tiny", "--capacity-tokens", "60000"])
