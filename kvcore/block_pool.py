@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from kvcore.block import FreeKVCacheBlockQueue, KVCacheBlock
+from kvcore.block import BlockContent, FreeKVCacheBlockQueue, KVCacheBlock
 from kvcore.errors import InvalidArgument
 from kvcore.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
+from kvcore.partial_block import PartialHashes
 from kvcore.prefix_index import PrefixIndex
 from kvcore.request import TOKEN_BYTES, Request
 from kvcore.residency import ResidencySampler
@@ -57,7 +58,12 @@ class BlockPool:
         self.null_block = self.blocks[0]
         self.null_block.is_null = True
         self.free_queue = FreeKVCacheBlockQueue(self.blocks[1:])
+        self.sink_blocks = tuple(
+            self._set_aside(group.manager_spec.num_sink_blocks) for group in config.groups
+        )
+        self.num_sink_blocks = sum(map(len, self.sink_blocks))
         self.indexes = tuple(PrefixIndex() for _ in config.groups)
+        self.partial = PartialHashes()
         self.views: list[PoolView] = []
         # Free blocks held back by some view.
         self.num_held_blocks = 0
@@ -66,6 +72,12 @@ class BlockPool:
         self.num_evictions = 0
         self._events: list[Event] = []
         self._truth: list[Event] = []
+
+    def _set_aside(self, num_blocks: int) -> list[KVCacheBlock]:
+        blocks = self.free_queue.take_n(num_blocks)
+        for block in blocks:
+            block.ref_cnt = 1
+        return blocks
 
     def open_view(self) -> PoolView:
         """What one more session sees of this pool."""
@@ -127,7 +139,9 @@ class BlockPool:
         """Reference blocks that were hit; those that were free leave the queue."""
         residency = self.residency
         for block in blocks:
-            if block.ref_cnt == 0 and not block.is_null:
+            if block.is_null:
+                continue
+            if block.ref_cnt == 0:
                 self.free_queue.remove(block)
                 if block.held_by is not None:
                     block.held_by.release(block)
@@ -170,44 +184,130 @@ class BlockPool:
         block_size: int,
         group: int,
         view: PoolView,
+        hash_ratio: int = 1,
+        block_mask: Sequence[bool] | None = None,
     ) -> None:
         """Make ``blocks[num_cached_blocks:num_full_blocks]`` hits of the request's hashes.
 
-        ``blocks`` is the request's whole table. The bytes count as written when the
-        view's present step has completed.
+        ``blocks`` is the request's whole table. ``hash_ratio``: how many of the
+        request's hashes a block spans; the last one is its own. Null blocks are left
+        out, and blocks where ``block_mask`` (one a new block) is False. The bytes count
+        as written when the view's present step has completed.
         """
         if num_cached_blocks >= num_full_blocks:
             return
-        hashes = request.block_hashes
-        assert len(hashes) >= num_full_blocks
+        stop = num_full_blocks * hash_ratio
+        assert len(request.block_hashes) >= stop
+        hashes = request.block_hashes[(num_cached_blocks + 1) * hash_ratio - 1 : stop : hash_ratio]
         index = self.indexes[group]
         new_blocks = []
-        for position in range(num_cached_blocks, num_full_blocks):
-            block = blocks[position]
-            if block.is_null:
+        positions = []
+        for offset, block_hash in enumerate(hashes):
+            block = blocks[num_cached_blocks + offset]
+            if block.is_null or (block_mask is not None and not block_mask[offset]):
                 continue
-            assert block.block_hash is None
-            block.block_hash = block_hash = hashes[position]
+            if block.block_hash is not None:
+                assert self.partial.num_tokens(block) is not None
+                self._drop_hashes(block)  # it has grown beyond what its hash says
+            block.block_hash = block_hash
             block.group = group
             index.insert(block_hash, block)
             new_blocks.append(block)
+            positions.append(num_cached_blocks + offset)
         if self.publish_events:
-            self._keep_content(
-                request, blocks, range(num_cached_blocks, num_full_blocks), block_size
-            )
+            self._keep_content(request, new_blocks, positions, block_size, hash_ratio)
         if self.enable_kv_cache_events:
-            self._record_stored(request, num_cached_blocks, num_full_blocks, block_size, group)
+            self._record_stored(
+                request,
+                range(num_cached_blocks, num_full_blocks),
+                positions,
+                block_size,
+                group,
+                hash_ratio,
+            )
         if view.step > view.completed_step:
             view.add_pending(new_blocks)
         else:
             for block in new_blocks:
                 self.confirm(block)
 
+    def cache_partial_block(
+        self,
+        request: Request,
+        block: KVCacheBlock,
+        num_tokens: int,
+        *,
+        block_size: int,
+        hash_block_size: int,
+        group: int,
+        view: PoolView,
+    ) -> bytes | None:
+        """Make ``block`` a hit of the request's first ``num_tokens`` tokens as well.
+
+        They end inside the block, at a boundary of ``hash_block_size``. A longer
+        partial hash replaces a shorter one, and the full block's hash replaces it in
+        turn; a full block gets an alias. Answers the hash, or None for the null block.
+        """
+        if block.is_null:
+            return None
+        if num_tokens <= 0 or num_tokens % hash_block_size or num_tokens % block_size == 0:
+            raise InvalidArgument(
+                f"num_tokens {num_tokens} must be a multiple of the hash block size "
+                f"{hash_block_size} that ends inside a block of {block_size}",
+                field="num_tokens",
+            )
+        num_hashes = num_tokens // hash_block_size
+        if num_hashes > len(request.block_hashes):
+            raise InvalidArgument(
+                f"num_tokens {num_tokens}: the request has hashes of "
+                f"{len(request.block_hashes) * hash_block_size}",
+                field="num_tokens",
+            )
+        block_hash = request.block_hashes[num_hashes - 1]
+        index = self.indexes[group]
+        if index.holds(block_hash, block):
+            return block_hash
+        if block.block_hash is None:
+            self.num_cached_blocks += block.ref_cnt == 0
+        covered = self.partial.num_tokens(block)
+        if covered is not None and covered < num_tokens:
+            self._drop_hashes(block)
+        content = None
+        if self.publish_events:
+            content = (
+                request.block_hashes[num_hashes - 2] if num_hashes > 1 else None,
+                request.token_bytes(num_tokens - hash_block_size, num_tokens),
+                request.extra_keys_of(num_hashes - 1, hash_block_size),
+                request.lora_id,
+                request.extra.lora_name,
+            )
+        if block.block_hash is None:
+            block.block_hash = block_hash
+            block.group = group
+            block.content = content
+            self.partial.set_primary(block, num_tokens)
+            is_pending = view.step > view.completed_step
+        else:
+            self.partial.add_alias(block, block_hash, content)
+            is_pending = block.pending_view is not None
+        index.insert(block_hash, block)
+        if self.enable_kv_cache_events:
+            positions = range(num_hashes - 1, num_hashes)
+            self._record_stored(request, positions, positions, hash_block_size, group, 1)
+        if not is_pending:
+            self._announce(block, block_hash, content)
+        elif block.pending_view is None:
+            view.add_pending([block])
+        return block_hash
+
     def confirm(self, block: KVCacheBlock) -> None:
         """The block's bytes are written: everybody may read it."""
         assert block.block_hash is not None
-        if block.content is not None and not self._has_ready(block):
-            self._truth.append(self.stored_event(block))
+        if block.content is not None and not self._has_ready(block, block.block_hash):
+            self._truth.append(self.stored_event(block, block.block_hash))
+        if self.partial:
+            for block_hash, content in self.partial.aliases(block).items():
+                self._announce(block, block_hash, content)
         block.pending_view = None
 
     def forget(self, block: KVCacheBlock) -> None:
@@ -232,10 +332,11 @@ class BlockPool:
 
     def reset(self, generation: int = 0) -> bool:
         """Forget all content, if no block is in use; otherwise do nothing: False."""
-        if self.free_queue.num_free_blocks != len(self.blocks) - 1:
+        if self.free_queue.num_free_blocks != len(self.blocks) - 1 - self.num_sink_blocks:
             return False
         for index in self.indexes:
             index.entries.clear()
+        self.partial.clear()
         self.num_cached_blocks = 0
         for block in self.blocks:
             block.block_hash = None
@@ -261,44 +362,71 @@ class BlockPool:
         events, self._truth = self._truth, []
         return events
 
-    def stored_event(self, block: KVCacheBlock) -> BlockStored:
+    def content_of(self, block: KVCacheBlock, block_hash: bytes) -> BlockContent | None:
+        """What events say of the block under one of its hashes, if they are published."""
+        if block.block_hash == block_hash:
+            return block.content
+        return self.partial.aliases(block)[block_hash]
+
+    def stored_event(self, block: KVCacheBlock, block_hash: bytes) -> BlockStored:
         """What the truth feed says when ``block`` becomes the first readable copy."""
-        assert block.content is not None
-        assert block.block_hash is not None
-        parent_hash, tokens, extra_keys, lora_id, lora_name = block.content
+        content = self.content_of(block, block_hash)
+        assert content is not None
+        parent_hash, tokens, extra_keys, lora_id, lora_name = content
         spec = self.config.groups[block.group].spec
         return BlockStored(
-            block_hashes=[block.block_hash],
+            block_hashes=[block_hash],
             parent_block_hash=parent_hash,
             token_ids=tokens,
-            block_size=spec.block_size,
+            block_size=len(tokens) // TOKEN_BYTES,
             lora_id=lora_id,
             lora_name=lora_name,
             extra_keys=[extra_keys],
             group=block.group,
             spec_kind=spec.kind,
             medium=MEDIUM,
+            sliding_window=spec.event_window,
         )
 
-    def _has_ready(self, block: KVCacheBlock) -> bool:
-        """Whether another copy of the block's content is readable for everybody."""
-        assert block.block_hash is not None
-        entry = self.indexes[block.group].entries.get(block.block_hash)
+    def _announce(
+        self, block: KVCacheBlock, block_hash: bytes, content: BlockContent | None
+    ) -> None:
+        """Tell the truth feed that content can be read, unless it could already."""
+        if content is not None and not self._has_ready(block, block_hash):
+            self._truth.append(self.stored_event(block, block_hash))
+
+    def _has_ready(self, block: KVCacheBlock, block_hash: bytes) -> bool:
+        """Whether another copy of the content is readable for everybody."""
+        entry = self.indexes[block.group].entries.get(block_hash)
         if entry is None or entry is block:
             return False  # the usual case, for which no iterator is made
-        copies = self.indexes[block.group].copies(block.block_hash)
+        copies = self.indexes[block.group].copies(block_hash)
         return any(copy is not block and copy.pending_view is None for copy in copies)
 
     def _drop_content(self, block: KVCacheBlock) -> None:
-        block_hash = block.block_hash
-        assert block_hash is not None
         if self.residency is not None:
             self.residency.on_evicted(block)
-        self.indexes[block.group].remove(block_hash, block)
-        if self.enable_kv_cache_events:
-            self._events.append(BlockRemoved([block_hash], block.group, MEDIUM))
-        if block.pending_view is None and block.content is not None and not self._has_ready(block):
-            self._truth.append(BlockRemoved([block_hash], block.group, MEDIUM))
+        self._drop_hashes(block)
+
+    def _drop_hashes(self, block: KVCacheBlock) -> None:
+        block_hash = block.block_hash
+        assert block_hash is not None
+        hashes = [block_hash]
+        if self.partial:
+            hashes.extend(self.partial.aliases(block))
+        index = self.indexes[block.group]
+        for block_hash in hashes:
+            index.remove(block_hash, block)
+            if self.enable_kv_cache_events:
+                self._events.append(BlockRemoved([block_hash], block.group, MEDIUM))
+            if (
+                block.pending_view is None
+                and block.content is not None
+                and not self._has_ready(block, block_hash)
+            ):
+                self._truth.append(BlockRemoved([block_hash], block.group, MEDIUM))
+        if self.partial:
+            self.partial.forget(block)
         block.block_hash = None
         block.content = None
         block.pending_view = None
@@ -307,19 +435,18 @@ class BlockPool:
         self,
         request: Request,
         blocks: Sequence[KVCacheBlock],
-        positions: range,
+        positions: Sequence[int],
         block_size: int,
+        hash_ratio: int,
     ) -> None:
-        """Remember, for events, what the blocks at ``positions`` of a table hold."""
+        """Remember, for events, what ``blocks`` hold, which stand at ``positions``."""
         hashes = request.block_hashes
         lora_id, lora_name = request.lora_id, request.extra.lora_name
         block_bytes = block_size * TOKEN_BYTES
         with memoryview(request.tokens) as tokens:
-            for position in positions:
-                if blocks[position].is_null:
-                    continue
-                blocks[position].content = (
-                    hashes[position - 1] if position else None,
+            for block, position in zip(blocks, positions, strict=True):
+                block.content = (
+                    hashes[position * hash_ratio - 1] if position else None,
                     tokens[position * block_bytes : (position + 1) * block_bytes].tobytes(),
                     request.extra_keys_of(position, block_size) if request.has_extra_keys else None,
                     lora_id,
@@ -327,22 +454,34 @@ class BlockPool:
                 )
 
     def _record_stored(
-        self, request: Request, first: int, stop: int, block_size: int, group: int
+        self,
+        request: Request,
+        span: range,
+        positions: Sequence[int],
+        block_size: int,
+        group: int,
+        hash_ratio: int,
     ) -> None:
+        """vLLM's event of new hits at ``positions`` of a table, out of ``span``.
+
+        It tells the tokens of the whole span, and may tell no block at all.
+        """
         hashes = request.block_hashes
+        first, stop = span.start, span.stop
+        spec = self.config.groups[group].spec
+        extra_keys = [request.extra_keys_of(position, block_size) for position in positions]
         self._events.append(
             BlockStored(
-                block_hashes=list(hashes[first:stop]),
-                parent_block_hash=hashes[first - 1] if first else None,
+                block_hashes=[hashes[(position + 1) * hash_ratio - 1] for position in positions],
+                parent_block_hash=hashes[first * hash_ratio - 1] if first else None,
                 token_ids=request.token_bytes(first * block_size, stop * block_size),
                 block_size=block_size,
                 lora_id=request.lora_id,
                 lora_name=request.extra.lora_name,
-                extra_keys=[
-                    request.extra_keys_of(position, block_size) for position in range(first, stop)
-                ],
+                extra_keys=extra_keys or None,
                 group=group,
-                spec_kind=self.config.groups[group].spec.kind,
+                spec_kind=spec.kind,
                 medium=MEDIUM,
+                sliding_window=spec.event_window,
             )
         )

@@ -277,22 +277,26 @@ class Depot:
         for group, index in enumerate(self.pool.indexes):
             for block_hash in index.entries:
                 for block in index.copies(block_hash):
-                    if block.pending_view is None and block.content is not None:
+                    content = self.pool.content_of(block, block_hash)
+                    if block.pending_view is None and content is not None:
                         ready[group, block_hash] = block
                         break
         events: list[BlockStored] = []
         emitted: set[tuple[int, bytes]] = set()
         for key in ready:
-            chain: list[KVCacheBlock] = []
+            chain: list[tuple[KVCacheBlock, bytes]] = []
             at: tuple[int, bytes] | None = key
             while at is not None and at in ready and at not in emitted:
                 emitted.add(at)
                 block = ready[at]
-                chain.append(block)
-                assert block.content is not None
-                parent = block.content[0]
+                chain.append((block, at[1]))
+                content = self.pool.content_of(block, at[1])
+                assert content is not None
+                parent = content[0]
                 at = None if parent is None else (block.group, parent)
-            events.extend(self.pool.stored_event(block) for block in reversed(chain))
+            events.extend(
+                self.pool.stored_event(block, block_hash) for block, block_hash in reversed(chain)
+            )
         return events
 
     def locate(self, block_hash: bytes, group: int) -> tuple[str, int]:

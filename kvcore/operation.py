@@ -77,9 +77,19 @@ class SlotRequest:
     num_lookahead_tokens: int = 0
     num_external_computed_tokens: int = 0
     delay_cache_blocks: bool = False
+    num_encoder_tokens: int = 0
     full_sequence_must_fit: bool = False
     reserved_blocks: int = 0
     has_scheduled_reqs: bool = True
+
+
+class NoFitReason(IntEnum):
+    """Why an allocation was refused: blocks are missing, or the hit is a state that the
+    present step computes, which can be used from the next step on.
+    """
+
+    BLOCKS = 1
+    HIT_OF_THIS_STEP = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +100,7 @@ class NoFit:
     free_blocks: int
     reserved_blocks: int
     watermark_blocks: int
+    reason: NoFitReason = NoFitReason.BLOCKS
 
 
 @dataclass(frozen=True, slots=True)

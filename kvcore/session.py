@@ -38,6 +38,7 @@ class Session:
         if step is None and completed_step is None:
             self.names_steps = False
             view.begin_step(view.step + 1, view.step)
+            self.manager.new_step_starts()
             return
         if step is None or completed_step is None:
             missing = "step" if step is None else "completed_step"
@@ -54,6 +55,8 @@ class Session:
                 field="context.step" if step < view.step else "context.completed_step",
             )
         self.names_steps = True
+        if step > view.step:
+            self.manager.new_step_starts()
         view.begin_step(step, completed_step)
 
     def add(self, request: Request) -> None:
@@ -82,18 +85,10 @@ class Session:
         hit: KVCacheBlocks | None = None,
         **options: Any,
     ) -> KVCacheBlocks | None:
-        """The manager's allocate_slots, remembering what it registered.
+        """The manager's allocate_slots, remembering when it was.
 
         ``options`` are the manager's. None leaves the request as it was.
         """
-        request_id, block_size = request.request_id, self.config.block_size
-        registered_from = max(
-            num_new_computed_tokens // block_size,
-            min(
-                manager.num_cached_blocks.get(request_id, 0)
-                for manager in self.manager.coordinator.managers
-            ),
-        )
         before = request.num_computed_tokens
         request.num_computed_tokens = num_computed_tokens
         new_blocks = self.manager.allocate_slots(
@@ -102,18 +97,20 @@ class Session:
         if new_blocks is None:
             request.num_computed_tokens = before
         else:
-            request.registered_from = registered_from
             request.registered_step = self.view.step
         return new_blocks
 
     def num_slots(self, request: Request) -> int:
-        """Token slots the request holds, in the group that holds the fewest."""
+        """Token slots the request holds, in the group that holds the fewest.
+
+        Without groups there is nothing to hold: as many as a request may have.
+        """
         return min(
             (
                 len(manager.req_to_blocks.get(request.request_id, ())) * manager.block_size
-                for manager in self.manager.coordinator.managers
+                for manager in self.manager.coordinator.token_managers
             ),
-            default=0,
+            default=self.config.max_model_len,
         )
 
     def forget_unwritten(self, request: Request) -> None:
@@ -123,30 +120,47 @@ class Session:
         """
         if self.names_steps and request.registered_step != self.view.step:
             return
-        for manager in self.manager.coordinator.managers:
-            table = manager.req_to_blocks.get(request.request_id, [])
+        pool = self.manager.block_pool
+        managers = self.manager.coordinator.managers
+        unwritten: set[int] = set()
+        for manager in managers:
+            step, first = manager.registered.get(request.request_id, (-1, 0))
+            if step != request.registered_step:
+                continue  # it registered nothing here
             # What CacheBlocks confirmed is written all the same.
-            last = table[max(request.registered_from, request.num_confirmed_blocks) :]
-            unwritten = {block.block_id for block in last if block.block_hash is not None}
-            for block in last:
-                self.manager.block_pool.forget(block)
-            for other in manager.req_to_blocks.values() if unwritten else ():
-                behind = False
-                for block in other:
-                    if behind and block.pending_view is self.view:
-                        self.manager.block_pool.forget(block)
-                    behind = behind or block.block_id in unwritten
+            first = max(first, request.num_confirmed_tokens // manager.block_size)
+            for block in manager.req_to_blocks.get(request.request_id, ())[first:]:
+                if block.block_hash is not None:
+                    unwritten.add(block.block_id)
+                    pool.forget(block)
+        for other in self.requests if unwritten else ():
+            # A window may have passed the block already, so one group speaks for all.
+            tainted = min(
+                (
+                    position * manager.block_size
+                    for manager in managers
+                    for position, block in enumerate(manager.req_to_blocks.get(other, ()))
+                    if block.block_id in unwritten
+                ),
+                default=None,
+            )
+            if tainted is not None:
+                for manager in managers:
+                    table = manager.req_to_blocks.get(other, ())
+                    for block in table[tainted // manager.block_size :]:
+                        if block.pending_view is self.view:
+                            pool.forget(block)
 
     def confirm(self, request: Request, num_tokens: int) -> None:
         """The bytes of the request's first ``num_tokens`` tokens are written."""
-        confirmed = 0
+        before = request.num_confirmed_tokens
         for manager in self.manager.coordinator.managers:
-            table = manager.req_to_blocks.get(request.request_id, [])
-            confirmed = num_tokens // manager.block_size
-            for block in table[request.num_confirmed_blocks : confirmed]:
+            table = manager.req_to_blocks.get(request.request_id, ())
+            size = manager.block_size
+            for block in table[before // size : num_tokens // size]:
                 if block.pending_view is not None:
                     self.manager.block_pool.confirm(block)
-        request.num_confirmed_blocks = max(request.num_confirmed_blocks, confirmed)
+        request.num_confirmed_tokens = max(before, num_tokens)
 
     def holds_blocks(self, request: Request) -> bool:
         """Whether the request has a table."""
