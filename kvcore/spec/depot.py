@@ -181,16 +181,6 @@ class DepotConfig:
         groups = self.cached_groups
         if len(groups) <= 1 or not self.enable_caching:
             return self.scheduler_block_size
-        attention = [g.spec.block_size for g in groups if not isinstance(g.manager_spec, MambaSpec)]
-        if attention and any(
-            isinstance(group.manager_spec, MambaSpec) and group.spec.block_size != attention[0]
-            for group in groups
-        ):
-            raise InvalidArgument(
-                "Mamba groups have another block size than attention: align them, or name the "
-                "hash_block_size",
-                field="hash_block_size",
-            )
         return math.gcd(*(group.spec.block_size for group in groups))
 
     def _check_retention(self) -> None:
@@ -220,8 +210,21 @@ class DepotConfig:
                 "without a KV cache group there is nothing to cache: disable caching",
                 field="enable_caching",
             )
+        specs = [group.manager_spec for group in groups]
+        if len(specs) > 1 and all(spec == specs[0] for spec in specs):
+            raise InvalidArgument(
+                f"the {len(specs)} KV cache groups have one spec: put their layers into one group",
+                field="groups",
+            )
+        smallest = min(group.spec.block_size for group in groups)
         for i, group in enumerate(self.kv_cache.groups):
             spec = group.manager_spec
+            if isinstance(spec, MambaSpec) and spec.block_size != smallest:
+                raise InvalidArgument(
+                    f"a Mamba group's blocks of {spec.block_size} tokens are larger than the "
+                    f"smallest group's of {smallest}: make them equal, or disable caching",
+                    field="block_size",
+                )
             if not spec.supports_prefix_caching:
                 raise InvalidArgument(
                     f"{spec.kind} blocks are a request's own: disable caching",
