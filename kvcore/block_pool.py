@@ -139,9 +139,9 @@ class BlockPool:
         """Reference blocks that were hit; those that were free leave the queue."""
         residency = self.residency
         for block in blocks:
-            if block.is_null:
-                continue
             if block.ref_cnt == 0:
+                if block.is_null:
+                    continue
                 self.free_queue.remove(block)
                 if block.held_by is not None:
                     block.held_by.release(block)
@@ -177,7 +177,7 @@ class BlockPool:
     def cache_full_blocks(
         self,
         request: Request,
-        blocks: Sequence[KVCacheBlock],
+        blocks: list[KVCacheBlock],
         *,
         num_cached_blocks: int,
         num_full_blocks: int,
@@ -200,20 +200,26 @@ class BlockPool:
         assert len(request.block_hashes) >= stop
         hashes = request.block_hashes[(num_cached_blocks + 1) * hash_ratio - 1 : stop : hash_ratio]
         index = self.indexes[group]
-        new_blocks = []
-        positions = []
-        for offset, block_hash in enumerate(hashes):
-            block = blocks[num_cached_blocks + offset]
-            if block.is_null or (block_mask is not None and not block_mask[offset]):
-                continue
+        entries = index.entries
+        new_blocks = blocks[num_cached_blocks:num_full_blocks]
+        positions: Sequence[int] = range(num_cached_blocks, num_full_blocks)
+        if block_mask is not None or self.null_block in new_blocks:
+            kept = [
+                offset
+                for offset, block in enumerate(new_blocks)
+                if not block.is_null and (block_mask is None or block_mask[offset])
+            ]
+            new_blocks = [new_blocks[offset] for offset in kept]
+            hashes = [hashes[offset] for offset in kept]
+            positions = [num_cached_blocks + offset for offset in kept]
+        for block, block_hash in zip(new_blocks, hashes, strict=True):
             if block.block_hash is not None:
                 assert self.partial.num_tokens(block) is not None
-                self._drop_hashes(block)  # it has grown beyond what its hash says
+                self._drop_content(block)  # it has grown beyond what its hash says
             block.block_hash = block_hash
             block.group = group
-            index.insert(block_hash, block)
-            new_blocks.append(block)
-            positions.append(num_cached_blocks + offset)
+            if entries.setdefault(block_hash, block) is not block:
+                index.insert(block_hash, block)
         if self.publish_events:
             self._keep_content(request, new_blocks, positions, block_size, hash_ratio)
         if self.enable_kv_cache_events:
@@ -227,7 +233,7 @@ class BlockPool:
             )
         if view.step > view.completed_step:
             view.add_pending(new_blocks)
-        else:
+        elif self.publish_events:
             for block in new_blocks:
                 self.confirm(block)
 
@@ -271,7 +277,7 @@ class BlockPool:
             self.num_cached_blocks += block.ref_cnt == 0
         covered = self.partial.num_tokens(block)
         if covered is not None and covered < num_tokens:
-            self._drop_hashes(block)
+            self._drop_content(block)
         content = None
         if self.publish_events:
             content = (
@@ -305,7 +311,7 @@ class BlockPool:
         assert block.block_hash is not None
         if block.content is not None and not self._has_ready(block, block.block_hash):
             self._truth.append(self.stored_event(block, block.block_hash))
-        if self.partial:
+        if self.partial.aliases_by_id:
             for block_hash, content in self.partial.aliases(block).items():
                 self._announce(block, block_hash, content)
         block.pending_view = None
@@ -404,32 +410,35 @@ class BlockPool:
         return any(copy is not block and copy.pending_view is None for copy in copies)
 
     def _drop_content(self, block: KVCacheBlock) -> None:
-        if self.residency is not None:
-            self.residency.on_evicted(block)
-        self._drop_hashes(block)
-
-    def _drop_hashes(self, block: KVCacheBlock) -> None:
         block_hash = block.block_hash
         assert block_hash is not None
-        hashes = [block_hash]
-        if self.partial:
-            hashes.extend(self.partial.aliases(block))
+        if self.residency is not None:
+            self.residency.on_evicted(block)
         index = self.indexes[block.group]
-        for block_hash in hashes:
+        if index.entries[block_hash] is block:
+            del index.entries[block_hash]  # the usual case, without a call
+        else:
             index.remove(block_hash, block)
-            if self.enable_kv_cache_events:
-                self._events.append(BlockRemoved([block_hash], block.group, MEDIUM))
-            if (
-                block.pending_view is None
-                and block.content is not None
-                and not self._has_ready(block, block_hash)
-            ):
-                self._truth.append(BlockRemoved([block_hash], block.group, MEDIUM))
-        if self.partial:
-            self.partial.forget(block)
+        if self.enable_kv_cache_events:
+            self._events.append(BlockRemoved([block_hash], block.group, MEDIUM))
+        is_told = block.pending_view is None and block.content is not None
+        if is_told and not self._has_ready(block, block_hash):
+            self._truth.append(BlockRemoved([block_hash], block.group, MEDIUM))
+        partial = self.partial
+        if partial.num_tokens_by_id or partial.aliases_by_id:
+            self._drop_partial(block, is_told)
         block.block_hash = None
         block.content = None
         block.pending_view = None
+
+    def _drop_partial(self, block: KVCacheBlock, is_told: bool) -> None:
+        for block_hash in self.partial.aliases(block):
+            self.indexes[block.group].remove(block_hash, block)
+            if self.enable_kv_cache_events:
+                self._events.append(BlockRemoved([block_hash], block.group, MEDIUM))
+            if is_told and not self._has_ready(block, block_hash):
+                self._truth.append(BlockRemoved([block_hash], block.group, MEDIUM))
+        self.partial.forget(block)
 
     def _keep_content(
         self,
