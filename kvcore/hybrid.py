@@ -123,12 +123,14 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
             length = candidate
             if self._is_simple:
                 break
-        first = self._spec_groups[0]
-        if first.is_full_attention:
-            for group_id in first.group_ids:
-                whole = hits[group_id]
-                assert whole is not None
-                del whole[length // first.manager.block_size :]
+        # vLLM cuts the first of them only, so that another one's table would begin with
+        # blocks beyond the hit, which the request then writes to.
+        for group in self._spec_groups:
+            if group.is_full_attention:
+                for group_id in group.group_ids:
+                    whole = hits[group_id]
+                    assert whole is not None
+                    del whole[length // group.manager.block_size :]
         self.num_uncached_common_prefix_tokens = longest - length
         return tuple([[] if blocks is None else blocks for blocks in hits]), length
 

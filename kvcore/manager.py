@@ -245,6 +245,14 @@ class KVCacheManager:
         if num_needed + watermark > num_free - reserved_blocks:
             self.last_refusal = NoFit(num_needed, num_free, reserved_blocks, watermark)
             return None
+        if num_external_computed_tokens > 0:
+            num_needed += sum(
+                manager.num_uncounted_blocks(blocks, total_computed, num_main)
+                for manager, blocks in zip(coordinator.managers, hit, strict=True)
+            )
+            if num_needed > num_free:
+                self.last_refusal = NoFit(num_needed, num_free, 0, 0)
+                return None
         if hit is not empty.blocks and coordinator.made_in_this_step(hit):
             self.last_refusal = NoFit(
                 num_needed, num_free, reserved_blocks, watermark, NoFitReason.HIT_OF_THIS_STEP

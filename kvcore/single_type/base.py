@@ -93,6 +93,15 @@ class SingleTypeKVCacheManager(ABC):
         kept = new_computed_blocks[max(0, num_skipped - len(table)) :]
         return num_new + num_evictable(kept)
 
+    def num_uncounted_blocks(
+        self,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        total_computed_tokens: int,
+        num_tokens_main_model: int,
+    ) -> int:
+        """What a request with external tokens takes beyond get_num_blocks_to_allocate."""
+        return 0
+
     def add_local_computed_blocks(
         self,
         request_id: str,

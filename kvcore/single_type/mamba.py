@@ -63,6 +63,26 @@ class MambaManager(SingleTypeKVCacheManager):
             num_new = 1 if request_id in self._holders else 1 + self.num_speculative_blocks
         return max(num_new, 0) + num_evictable(new_computed_blocks)
 
+    def num_uncounted_blocks(
+        self,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        total_computed_tokens: int,
+        num_tokens_main_model: int,
+    ) -> int:
+        """In mode "align", the block of the external state, which vLLM forgets to count:
+        it admits the request, and raises when the pool runs out under it.
+        """
+        if not self.is_aligned:
+            return 0
+        num_states = 1 + self.num_speculative_blocks
+        num_required = self._num_aligned_blocks(num_tokens_main_model)
+        num_counted = num_states if num_required > len(new_computed_blocks) else 0
+        num_skipped = (total_computed_tokens - 1) // self.block_size
+        num_local = max(num_skipped, len(new_computed_blocks))
+        num_external = max(0, cdiv(total_computed_tokens, self.block_size) - num_local)
+        num_new = max(0, min(num_required - num_local - num_external, num_states))
+        return max(0, num_external + num_new - num_counted)
+
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
     ) -> list[KVCacheBlock]:

@@ -265,6 +265,7 @@ class Interpreter:
         whole: bool = False,
         reserved: int = 0,
         scheduled: bool = True,
+        scarce: bool = False,
     ) -> Any:
         """A waiting request gets its first slots: lookup, external tokens, allocation.
 
@@ -282,8 +283,8 @@ class Interpreter:
             hit = self._lookup(request, per_group)
         num_left = request.num_tokens - request.num_computed_tokens - hit.num_tokens
         external = min(external, num_left if load else num_left - 1)
-        if external > 0 and self.aligned_to and not self._plenty(request.num_tokens):
-            external = 0
+        if external > 0 and self.aligned_to and not scarce:
+            external *= self._plenty(request.num_tokens)
         load = load and external > 0
         num_new_tokens = 0
         if not load:
@@ -316,8 +317,7 @@ class Interpreter:
     def _plenty(self, num_tokens: int) -> bool:
         """Whether every group could hold ``num_tokens`` and more, without any hit.
 
-        Mamba's align mode does not count the block of an external state: when blocks are scarce
-        vLLM admits a request and then raises. kvcore refuses it.
+        If not, vLLM may admit a request with an external state and then raise.
         """
         needed = sum(
             -(-(num_tokens + LOOKAHEAD_MAX) // spec["block_size"])
