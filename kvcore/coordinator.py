@@ -17,7 +17,13 @@ Tables = tuple[Sequence[KVCacheBlock], ...]
 
 
 class KVCacheCoordinator(ABC):
-    """Does to every group what is asked, and finds hits they agree on."""
+    """Does to every group what is asked, and finds hits they agree on.
+
+    ``num_uncached_common_prefix_tokens``: by how much the last hit was shorter than
+    the longest that a single kind of attention had, which some request before shared.
+    """
+
+    num_uncached_common_prefix_tokens = 0
 
     def __init__(self, config: DepotConfig, pool: BlockPool, view: PoolView) -> None:
         self.config = config

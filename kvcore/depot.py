@@ -165,7 +165,15 @@ class Depot:
             )
         blocks, num_tokens = session.manager.get_computed_blocks(request)
         request.remembered_hit_tokens = num_tokens
-        return Hit(num_tokens, blocks.block_ids, request.handle)
+        coordinator = session.manager.coordinator
+        return Hit(
+            num_tokens,
+            blocks.block_ids,
+            request.handle,
+            0
+            if request.skip_reading_prefix_cache
+            else coordinator.num_uncached_common_prefix_tokens,
+        )
 
     def allocate_slots(
         self, session: Session, slots: SlotRequest, budget: int | None = None

@@ -36,15 +36,10 @@ class SpecGroup:
 
 
 class HybridKVCacheCoordinator(KVCacheCoordinator):
-    """Several groups: a hit is the longest prefix that is one in each of them.
-
-    ``num_uncached_common_prefix_tokens``: by how much the last hit was shorter than
-    the longest that a single kind of attention had, which some request before shared.
-    """
+    """Several groups: a hit is the longest prefix that is one in each of them."""
 
     def __init__(self, config: DepotConfig, pool: BlockPool, view: PoolView) -> None:
         super().__init__(config, pool, view)
-        self.num_uncached_common_prefix_tokens = 0
         self._hash_block_size = config.hash_block_size
         self._scheduler_block_size = config.scheduler_block_size
         self._spec_groups = self._split(config)

@@ -118,11 +118,16 @@ class SlotResult:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """The longest cached prefix of a request, in tokens and blocks."""
+    """The longest cached prefix of a request, in tokens and blocks.
+
+    ``num_uncached_common_prefix_tokens``: by how much it is shorter than the longest of a
+    single kind of attention.
+    """
 
     num_computed_tokens: int
     blocks: BlockTables
     handle: int
+    num_uncached_common_prefix_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,9 @@ import yaml
 
 from kvcore.errors import KVDepotError
 from kvcore.hashing import SCHEMES
-from kvcore.spec import DTYPE_BYTES, DepotConfig, KVCacheConfig, num_blocks_for
-from kvserver.presets import MODELS, ModelShape
+from kvcore.spec import DTYPE_BYTES, DepotConfig, KVCacheConfig, KVCacheGroup, num_blocks_for
+from kvserver.groups import parse_groups
+from kvserver.presets import MODELS
 
 ENV_PREFIX = "KVDEPOT_"
 _DEFAULT_CAPACITY_TOKENS = 65_536
@@ -85,6 +86,16 @@ def _boolean(value: Any) -> bool:
     return words[str(value).lower()]
 
 
+def _groups(value: Any) -> tuple[KVCacheGroup, ...]:
+    """Groups from a file's list, or from YAML in a flag or variable."""
+    if isinstance(value, str):
+        try:
+            value = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ValueError(f"is no YAML: {error}") from None
+    return parse_groups(value)
+
+
 def _option(default: Any, parse: Callable[[Any], Any], text: str) -> Any:
     return field(default=default, metadata={"parse": parse, "help": text})
 
@@ -106,13 +117,18 @@ class ServerConfig:
     insecure_bind: bool = _option(
         False, _boolean, "allow an address that is not loopback, without encryption"
     )
-    model: str = _option("tiny", _choice(*MODELS), f"shape preset: {', '.join(MODELS)}")
+    model: str = _option(
+        "tiny", _text, f"shape preset: {', '.join(MODELS)}; with --groups any name"
+    )
+    groups: tuple[KVCacheGroup, ...] | None = _option(
+        None, _groups, "KV cache groups, instead of a preset's: a list of mappings, in YAML"
+    )
     weights_revision: str = _option("", _text, "revision of the weights, part of the fingerprint")
     num_layers: int | None = _option(None, _integer(1, 4096), "layers, instead of the preset's")
     num_kv_heads: int | None = _option(None, _integer(1, 4096), "KV heads, instead of the preset's")
     head_size: int | None = _option(None, _integer(1, 65536), "head size, instead of the preset's")
     dtype: str | None = _option(None, _choice(*DTYPE_BYTES), "dtype, instead of the preset's")
-    block_size: int = _option(16, _integer(1, 65536), "tokens a block")
+    block_size: int = _option(16, _integer(1, 65536), "tokens a block of a preset")
     num_blocks: int | None = _option(
         None, _integer(2, _INT32_MAX), "blocks of the pool, the null block among them"
     )
@@ -130,6 +146,25 @@ class ServerConfig:
     hash_seed: str = _option("0", _text, "seed of the block hashes")
     watermark: float = _option(0.0, _real(0.0, 0.99), "share of blocks kept free of admissions")
     max_model_len: int = _option(131_072, _integer(1, _INT32_MAX), "longest sequence, in tokens")
+    max_num_batched_tokens: int | None = _option(
+        None, _integer(1, _INT32_MAX), "most tokens of a step (default: --max-model-len)"
+    )
+    use_eagle: bool = _option(
+        False, _boolean, "a draft model reads the cache: hits leave out their last block"
+    )
+    hash_block_size: int | None = _option(
+        None,
+        _integer(1, 1 << 20),
+        "tokens a hash (default: what all groups' block sizes are multiples of)",
+    )
+    prefix_cache_retention_interval: int | None = _option(
+        None,
+        _integer(0, _INT32_MAX),
+        "keep windows and states at every so many tokens; 0: at the prompt's end only "
+        "(default: at every boundary)",
+    )
+    dcp_world_size: int = _option(1, _integer(1, 4096), "ranks of decode context parallelism")
+    pcp_world_size: int = _option(1, _integer(1, 4096), "ranks of prefill context parallelism")
     max_sessions: int = _option(1024, _integer(1, 1 << 20), "open sessions")
     max_requests_per_session: int = _option(65_536, _integer(1, 1 << 24), "requests of a session")
     residency_sample_rate: float = _option(
@@ -145,22 +180,35 @@ class ServerConfig:
     max_subscribers: int = _option(1024, _integer(0, 1 << 20), "event subscribers")
     drain_grace_s: float = _option(10.0, _real(0.0, 3600), "how long a stop waits for sessions")
 
-    def shape(self) -> ModelShape:
-        """The preset, with what the options override."""
+    def kv_cache_groups(self) -> tuple[KVCacheGroup, ...]:
+        """The groups given, or the preset's with what options override. Raises ConfigError."""
         names = ("num_layers", "num_kv_heads", "head_size", "dtype")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return replace(MODELS[self.model], **given)
+        if self.groups is not None:
+            if given:
+                raise ConfigError(f"{' and '.join(given)} cannot override groups: change them")
+            return self.groups
+        shape = MODELS.get(self.model)
+        if shape is None:
+            raise ConfigError(
+                f"--model: must be one of {', '.join(MODELS)}, or come with --groups; "
+                f"got {self.model!r}"
+            )
+        try:
+            return replace(shape, **given).groups(self.block_size)  # type: ignore[type-var]
+        except KVDepotError as error:
+            raise ConfigError(f"--model {self.model}: {error.field}: {error.message}") from error
 
     def depot_config(self) -> DepotConfig:
         """What the core is built from. Raises ConfigError."""
+        groups = self.kv_cache_groups()
         try:
-            groups = self.shape().groups(self.block_size)
             num_blocks = self.num_blocks
             if self.memory_bytes is not None:
                 num_blocks = num_blocks_for(self.memory_bytes, groups)
             elif num_blocks is None:
                 tokens = self.capacity_tokens or _DEFAULT_CAPACITY_TOKENS
-                num_blocks = tokens // self.block_size + 1
+                num_blocks = _num_blocks_of(tokens, groups) + 1
             return DepotConfig(
                 KVCacheConfig(num_blocks, groups),
                 max_model_len=self.max_model_len,
@@ -174,15 +222,28 @@ class ServerConfig:
                 residency_sample_rate=self.residency_sample_rate,
                 max_sessions=self.max_sessions,
                 max_requests_per_session=self.max_requests_per_session,
+                max_num_batched_tokens=self.max_num_batched_tokens,  # type: ignore[arg-type]
+                hash_block_size=self.hash_block_size,  # type: ignore[arg-type]
+                use_eagle=self.use_eagle,
+                prefix_cache_retention_interval=self.prefix_cache_retention_interval,
+                dcp_world_size=self.dcp_world_size,
+                pcp_world_size=self.pcp_world_size,
             )
         except KVDepotError as error:
-            raise ConfigError(error.message) from error
+            named = f"{error.field}: " if error.field in self.__slots__ else ""
+            raise ConfigError(named + error.message) from error
 
     def mapping_directory(self) -> str:
         """Where the pool's file goes: the option, else /dev/shm, else the temporary directory."""
         if self.mapping_dir:
             return self.mapping_dir
         return "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
+
+
+def _num_blocks_of(num_tokens: int, groups: tuple[KVCacheGroup, ...]) -> int:
+    """Blocks that hold so many tokens, were every group to keep them all."""
+    sizes = [group.spec.block_size for group in groups if group.holds_blocks]
+    return num_tokens // min(sizes) * len(sizes) if sizes else 1
 
 
 def split_address(address: str, *, option: str) -> tuple[str, int]:
@@ -255,7 +316,8 @@ def _parsed(option: Field[Any], value: Any, source: str) -> Any:
     try:
         return option.metadata["parse"](value)
     except ValueError as error:
-        raise ConfigError(f"{source}: {error}") from None
+        text = str(error)  # may begin with a path within the option
+        raise ConfigError(source + ("" if text.startswith("[") else ": ") + text) from None
 
 
 def _read_file(path: str, options: Mapping[str, Field[Any]]) -> dict[str, Any]:

@@ -122,7 +122,7 @@ def test_wrong_bytes_are_caught_and_named(tmp_path: Path) -> None:
             description = client.describe_pool()
         with open(description.mapping_path, "r+b") as file:
             mapping = mmap.mmap(file.fileno(), 0)
-            page = description.groups[0].page_size_bytes
+            page = description.groups[0].spec.page_size_bytes
             for start in range(page - 8, len(mapping), page):
                 mapping[start] ^= 1
             mapping.close()

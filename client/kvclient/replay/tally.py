@@ -27,6 +27,7 @@ class Tally:
     hits_changed: int = 0
     tokens_written: int = 0
     blocks_verified: int = 0
+    blocks_in_windows: int = 0
     blocks_reread: int = 0
     latencies: dict[str, array[float]] = field(default_factory=dict)
     """Seconds of every call, by RPC."""
