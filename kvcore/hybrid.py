@@ -95,7 +95,11 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
                 if group.is_full_attention and hits[group.group_ids[0]] is not None:
                     candidate = candidate // block_size * block_size
                     continue
-                drops = group.use_eagle and number not in dropped
+                # vLLM lets states look one block ahead, too, though they drop none: their
+                # hit could then end behind what full attention has.
+                drops = (
+                    group.use_eagle and group.manager.drops_eagle_block and number not in dropped
+                )
                 found = group.manager.find_longest_cache_hit(
                     hashes[block_size],
                     # One block more, which is then dropped.

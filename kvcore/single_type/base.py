@@ -35,6 +35,8 @@ class SingleTypeKVCacheManager(ABC):
 
     counts_encoder_tokens = False
     """Whether its slots are for the encoder's tokens, instead of the request's."""
+    drops_eagle_block = True
+    """Whether a draft model can make it leave out the last block of a hit."""
 
     def __init__(
         self, spec: KVCacheSpec, *, pool: BlockPool, view: PoolView, group: int, config: DepotConfig

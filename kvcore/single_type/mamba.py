@@ -21,6 +21,8 @@ class MambaManager(SingleTypeKVCacheManager):
     the table grows: a step copies the last one into the next block.
     """
 
+    drops_eagle_block = False
+
     def __init__(
         self, spec: KVCacheSpec, *, pool: BlockPool, view: PoolView, group: int, config: DepotConfig
     ) -> None:

@@ -274,10 +274,11 @@ def _eagle_flagged(rng: random.Random) -> Config:
 
 
 def _eagle_mamba(rng: random.Random) -> Config:
+    """Attention groups are flagged, as states of a draft model are where the sides differ."""
     drawn = rng.choice((_mamba_all, _mamba_align))(rng)
-    if rng.random() < 0.6:
-        rng.choice(drawn["groups"])["eagle"] = True
-    return {**drawn, "use_eagle": True}
+    attention = [one for one in drawn["groups"] if one["spec"]["kind"] != "MambaSpec"]
+    rng.choice(attention)["eagle"] = True
+    return {**drawn, "use_eagle": rng.random() < 0.8}
 
 
 def _retention(rng: random.Random) -> Config:

@@ -43,6 +43,24 @@ def test_every_full_attention_group_is_cut_to_the_hit(oracle: Oracle) -> None:
     assert theirs[-1]["result"] == [4, [[1], [4, 5, 6], [7]], 8]
 
 
+def test_states_look_no_block_ahead_for_a_draft_model(oracle: Oracle) -> None:
+    """With EAGLE, vLLM lets a Mamba group match one block more without dropping it again: the
+    hit is of 12 tokens then, of which full attention has 8, and the rest is never computed.
+    """
+    config = plain_config(group(full(4), mamba(4, "align")), use_eagle=True)
+    ops: list[Operation] = [
+        {"op": "add", "who": "r0", "tokens": [[0, 17]]},
+        {"op": "admit", "who": "r0", "chunk": 16},
+        {"op": "new_step"},
+        {"op": "add", "who": "r1", "tokens": [[0, 17], [50, 4]]},
+        {"op": "lookup", "who": "r1"},
+    ]
+    ours, theirs = _run(oracle, config, ops)
+    assert ours[:-1] == theirs[:-1]
+    assert theirs[-1]["result"][:2] == [12, [[1, 2], [0, 0, 4]]]
+    assert ours[-1]["result"][:2] == [0, [[], []]]
+
+
 def test_external_state_that_does_not_fit_is_refused(oracle: Oracle) -> None:
     """Mamba in align mode: vLLM does not count the block of a state that is brought from
     elsewhere. It admits the request, and raises in the middle of the allocation.
