@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, Protocol
 
 
@@ -58,10 +59,8 @@ class Backend(Protocol):
 HASH_BYTES_SHOWN = 6
 
 
-def hash_names(block_hash: bytes | None, group: int, others: list[bytes]) -> str | None:
+def hash_names(block_hash: bytes, group: int, others: Collection[bytes]) -> str:
     """A block's hashes as one short string: the first, then the other ones in order."""
-    if block_hash is None:
-        return None
     name = f"{group}:{block_hash[:HASH_BYTES_SHOWN].hex()}"
     if others:
         name = "+".join((name, *sorted(other[:HASH_BYTES_SHOWN].hex() for other in others)))

@@ -94,7 +94,11 @@ def draw_config(rng: random.Random, family: str) -> Config:
         "drain_every": rng.choice((1, 1, 3, 10)),
         "drafts_max": rng.choice((0, 0, 1, 4)),
     }
-    return plain_config(groups, **{**rules, **drawn})
+    config = plain_config(groups, **{**rules, **drawn})
+    finer = len(groups) > 1 and config["enable_caching"] and config["hash_block_size"] is None
+    if finer and rng.random() < 0.2:
+        config["hash_block_size"] = rng.choice(_divisors(math.gcd(*sizes)))
+    return config
 
 
 def _size(rng: random.Random) -> int:
@@ -179,7 +183,8 @@ def _chunked(rng: random.Random) -> Config:
 
 def _mamba_all(rng: random.Random) -> Config:
     size = _size(rng)
-    spec = mamba(size, "all", num_speculative_blocks=rng.choice((0, 0, 1, 2)))
+    mode = rng.choice(("all", "all", "all", "none"))
+    spec = mamba(size, mode, num_speculative_blocks=rng.choice((0, 0, 1, 2)))
     specs = [full(size * rng.choice((1, 1, 1, 2))), spec]
     if rng.random() < 0.3:
         specs.append(dict(spec) if rng.random() < 0.5 else sliding(size, _window(rng, size)))
@@ -306,6 +311,8 @@ def _reference_window(rng: random.Random) -> Config:
 def _cross(rng: random.Random) -> Config:
     size = _size(rng)
     specs = [full(size), full(rng.choice((size, 8)), "CrossAttentionSpec")]
+    if rng.random() < 0.3:
+        specs.append(sliding(size, _window(rng, size)))
     return {"groups": group(*specs), "enable_caching": False, "encoder_max": 6 * size}
 
 

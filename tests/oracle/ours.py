@@ -190,15 +190,11 @@ class KvcoreBackend:
 
     def blocks(self) -> tuple[list[int], list[str | None]]:
         pool = self.manager.block_pool
-        partial = pool.partial if pool.partial else None
+        others = pool.partial.aliases_by_id
         return [block.ref_cnt for block in pool.blocks], [
             None
             if block.block_hash is None
-            else hash_names(
-                block.block_hash,
-                block.group,
-                [] if partial is None else list(partial.aliases(block)),
-            )
+            else hash_names(block.block_hash, block.group, others.get(block.block_id, ()))
             for block in pool.blocks
         ]
 

@@ -276,7 +276,7 @@ class VllmBackend:
             else hash_names(
                 block.block_hash[:-GROUP_ID_BYTES],
                 int.from_bytes(block.block_hash[-GROUP_ID_BYTES:], "big"),
-                list(others.get(block.block_id, ())) if others else [],
+                others.get(block.block_id, ()),
             )
             for block in pool.blocks
         ]
