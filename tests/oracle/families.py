@@ -280,8 +280,10 @@ def _eagle_flagged(rng: random.Random) -> Config:
 
 def _eagle_mamba(rng: random.Random) -> Config:
     """Attention groups are flagged, as states of a draft model are where the sides differ."""
-    drawn = rng.choice((_mamba_all, _mamba_align))(rng)
-    attention = [one for one in drawn["groups"] if one["spec"]["kind"] != "MambaSpec"]
+    attention: list[dict[str, Any]] = []
+    while not attention:  # states alone have no draft model
+        drawn = rng.choice((_mamba_all, _mamba_align))(rng)
+        attention = [one for one in drawn["groups"] if one["spec"]["kind"] != "MambaSpec"]
     rng.choice(attention)["eagle"] = True
     return {**drawn, "use_eagle": rng.random() < 0.8}
 
