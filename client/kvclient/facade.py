@@ -10,7 +10,6 @@ Not here: events come from the server's stream, so ``take_events`` has none; the
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 from kvclient.client import Session
 from kvclient.errors import FailedPrecondition, InternalError, InvalidArgument, NotFound
 from kvclient.introduce import introduction
-from kvclient.slots import NULL_BLOCK
+from kvclient.session_tables import SessionTables
 from kvclient.tables import RequestTables
 from kvclient.values import (
     BlockTables,
@@ -30,14 +29,11 @@ from kvclient.values import (
     OperationKind,
     Outcome,
     SlotRequest,
-    SlotResult,
     Step,
     StepMark,
     StepResult,
 )
 
-_ZEROED_KINDS = ("full_attention", "mla_attention")
-_FULL_KINDS = (*_ZEROED_KINDS, "sink_full_attention")
 _KINDS_NOT_BY_TOKEN = ("mamba", "cross_attention", "encoder_only_attention")
 
 
@@ -150,21 +146,12 @@ class KVCacheManager:
         self.block_pool = BlockPool(self)
         self.coordinator = Coordinator()
         self._block_sizes = session.pool.table_block_sizes
-        # Whose prefixes are shared block by block, and whose new blocks are zeroed.
-        full = [group.kind in _FULL_KINDS for group in groups]
-        self._shares_prefixes = [shares and self.enable_caching for shares in full]
-        self._zeroes = [
-            group.kind in _ZEROED_KINDS and group.spec.rswa_window is None for group in groups
-        ]
         self._stream = session.step_stream()
         self._steps_in_flight = steps_in_flight
         self._step = 0
         self._known: dict[str, _Known] = {}
-        self._num_tables = 0
+        self._tables = SessionTables(session.pool)
         self._detached: dict[int, BlockTables] = {}
-        # References of this session to each block, by group.
-        self._references: list[Counter[int]] = [Counter() for _ in groups]
-        self._new_block_ids: list[list[int]] = [[] for _ in groups]
         self._num_free_blocks: int | None = None
 
     def close(self) -> None:
@@ -248,9 +235,15 @@ class KVCacheManager:
         known.running = known.running or not delay_cache_blocks
         num_held = [len(blocks) for blocks in result.hit_blocks] or [0] * len(self._block_sizes)
         if known.tables is None:
-            self._begin(known, request, result, num_computed, num_external_computed_tokens)
+            known.tables = self._tables.begin(
+                request.num_prompt_tokens,
+                result.hit_blocks,
+                result.new_blocks,
+                num_computed,
+                num_external_computed_tokens,
+            )
         else:
-            self._extend(known, result.new_blocks)
+            self._tables.grow(known.tables, result.new_blocks)
         if num_external_computed_tokens == 0:
             return self._blocks(result.new_blocks)
         # Blocks for external tokens are in the table; new ones are those for what follows.
@@ -288,7 +281,7 @@ class KVCacheManager:
         self._free(known, mode)
         if mode is FreeMode.FINISH:
             del self._known[request.request_id]
-        self._refer(self._end_table(known), -1)
+        self._tables.drop(self._end_table(known))
 
     def pop_blocks_for_free(self, request: Any) -> list[DetachedBlock]:
         """Ends the request, and keeps its blocks off the pool until they are freed."""
@@ -306,7 +299,7 @@ class KVCacheManager:
         """Gives popped blocks back to the pool, tail first."""
         table = self._detached.pop(ticket)
         self.session.return_blocks(ticket, mark=self._mark())
-        self._refer(table, -1)
+        self._tables.drop(table)
         self._num_free_blocks = None
 
     def reset_prefix_cache(self) -> bool:
@@ -364,22 +357,7 @@ class KVCacheManager:
 
         None where blocks leave the tables of running requests.
         """
-        common = []
-        for blocks, references, shares in zip(
-            self.get_block_ids(running_request_id),
-            self._references,
-            self._shares_prefixes,
-            strict=True,
-        ):
-            num_common = 0
-            while (
-                shares
-                and num_common < len(blocks)
-                and references[blocks[num_common]] == self._num_tables
-            ):
-                num_common += 1
-            common.append(num_common)
-        return common
+        return self._tables.num_common_prefix_blocks(self.get_block_ids(running_request_id))
 
     def remove_skipped_blocks(
         self, request_id: str, total_computed_tokens: int, num_prompt_tokens: int | None = None
@@ -394,9 +372,7 @@ class KVCacheManager:
 
     def take_new_block_ids(self) -> list[int]:
         """Ids of the blocks taken since the last call, for zeroing."""
-        taken = [block_id for blocks in self._new_block_ids for block_id in blocks]
-        self._new_block_ids = [[] for _ in self._block_sizes]
-        return taken
+        return self._tables.take_new_block_ids()
 
     def take_events(self) -> list[Any]:
         """None: the server publishes them itself."""
@@ -439,7 +415,8 @@ class KVCacheManager:
         new_blocks = tuple(
             reply.grow.new_blocks(group)[0] for group in range(self.num_kv_cache_groups)
         )
-        self._extend(known, new_blocks)
+        assert known.tables is not None
+        self._tables.grow(known.tables, new_blocks)
         return self._blocks(new_blocks)
 
     def _free(self, known: _Known, mode: FreeMode) -> int:
@@ -485,57 +462,9 @@ class KVCacheManager:
         known = self._known.setdefault(request.request_id, _Known(handle, 0))
         known.num_tokens = request.num_tokens
 
-    def _begin(
-        self,
-        known: _Known,
-        request: Any,
-        result: SlotResult,
-        num_computed_tokens: int,
-        num_external_tokens: int,
-    ) -> None:
-        """Tables of a request that held none."""
-        known.tables = RequestTables(self.session.pool, request.num_prompt_tokens, self._left)
-        known.tables.admit(
-            result.hit_blocks, result.new_blocks, num_computed_tokens, num_external_tokens
-        )
-        self._num_tables += 1
-        self._refer(known.tables.blocks, 1)
-        self._note_new(result.new_blocks)
-
-    def _extend(self, known: _Known, new_blocks: BlockTables) -> None:
-        assert known.tables is not None
-        known.tables.grow(new_blocks)
-        self._refer(new_blocks, 1)
-        self._note_new(new_blocks)
-
-    def _note_new(self, new_blocks: BlockTables) -> None:
-        for group, blocks in enumerate(new_blocks):
-            if self._zeroes[group]:
-                self._new_block_ids[group].extend(blocks)
-
     def _end_table(self, known: _Known) -> BlockTables:
         tables, known.tables, known.running = known.tables, None, False
-        if tables is None:
-            return self.empty_kv_cache_blocks.blocks
-        self._num_tables -= 1
-        return tables.blocks
-
-    def _left(self, group: int, block_id: int) -> None:
-        """A block was freed while its request runs."""
-        if self._shares_prefixes[group]:
-            self._references[group][block_id] -= 1
-
-    def _refer(self, table: BlockTables, change: int) -> None:
-        for group, blocks in enumerate(table):
-            if not self._shares_prefixes[group]:
-                continue
-            references = self._references[group]
-            for block_id in blocks:
-                if block_id == NULL_BLOCK:
-                    continue
-                references[block_id] += change
-                if not references[block_id]:
-                    del references[block_id]
+        return self.empty_kv_cache_blocks.blocks if tables is None else self._tables.end(tables)
 
     def _blocks(self, blocks: BlockTables) -> KVCacheBlocks:
         return KVCacheBlocks(blocks) if any(blocks) else self.empty_kv_cache_blocks

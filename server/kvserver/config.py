@@ -230,7 +230,8 @@ class ServerConfig:
                 pcp_world_size=self.pcp_world_size,
             )
         except KVDepotError as error:
-            named = f"{error.field}: " if error.field in self.__slots__ else ""
+            is_option = error.field in self.__slots__ and error.field not in error.message
+            named = f"{error.field}: " if is_option else ""
             raise ConfigError(named + error.message) from error
 
     def mapping_directory(self) -> str:

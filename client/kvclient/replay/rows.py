@@ -70,6 +70,8 @@ class GroupRows:
 
 def group_rows(pool: PoolDescription) -> list[GroupRows]:
     """The groups whose bytes a replay can follow. ValueError for rows it cannot fill."""
+    if pool.decode_context_parallel_size * pool.prefill_context_parallel_size > 1:
+        raise ValueError("the tokens of a block lie on several ranks: replay without bytes")
     layouts = {layout.name: layout for layout in pool.layers}
     groups, taken = [], 0
     for number, group in enumerate(pool.groups):
