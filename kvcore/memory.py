@@ -186,15 +186,13 @@ class PoolMemory:
         MLA: ``(num_blocks, block_size, head_size)``. Quantised heads carry their scale.
         A view is valid for as long as it lives, even after ``close``.
         """
-        layout = self._layout(name)
-        tensors = [self._tensor(view) for view in layout.views]
-        if layout.views[0].name == "state":
-            return tuple(tensors)
-        if not kv_first:
-            return tensors[0]
-        if tensors[0].dim() != 5:
+        views = self._layout(name).views
+        if kv_first and (views[0].name != "kv" or len(views[0].shape) != 5):
             raise InvalidArgument(f"layer {name!r} keeps no K and V apart", field="kv_first")
-        return tensors[0].transpose(0, 1)
+        if views[0].name == "state":
+            return tuple([self._tensor(view) for view in views])
+        tensor = self._tensor(views[0])
+        return tensor.transpose(0, 1) if kv_first else tensor
 
     def parts(self, name: str) -> dict[str, torch.Tensor]:
         """Views of what quantised K and V consist of: data and scales, by name."""

@@ -100,14 +100,13 @@ class Pool:
         ``write_slots`` does.
         """
         layout = self._find(layer)
-        if layout.views[0].name == "state":
-            return tuple([self._tensor(view) for view in layout.views])
-        tensor = self._tensor(layout.views[0])
-        if not kv_first:
-            return tensor
-        if tensor.dim() != 5:
+        first = layout.views[0]
+        if kv_first and (first.name != "kv" or len(first.shape) != 5):
             raise InvalidArgument(f"layer {layout.name!r} keeps no K and V apart", field="kv_first")
-        return tensor.transpose(0, 1)
+        if first.name == "state":
+            return tuple([self._tensor(view) for view in layout.views])
+        tensor = self._tensor(first)
+        return tensor.transpose(0, 1) if kv_first else tensor
 
     def parts(self, layer: str | int) -> dict[str, torch.Tensor]:
         """Views of what quantised K and V consist of.
@@ -155,7 +154,8 @@ class Pool:
         real = index >= 0
         blocks, offsets = self._split(index[real], view.shape[-3 if view.dim() > 3 else 1])
         if view.dim() == 5:
-            assert value is not None
+            if value is None:
+                raise InvalidArgument("the layer keeps K and V apart: give both", field="value")
             view[blocks, 0, offsets] = key[real]
             view[blocks, 1, offsets] = value[real]
         else:

@@ -42,7 +42,7 @@ class Server:
         depot_config = config.depot_config()
         # First of all, so that a pool that does not fit is refused at once.
         memory = None
-        if not config.no_memory:
+        if not config.no_memory and depot_config.kv_cache.block_bytes:
             name = f"{os.getpid()}-{secrets.token_hex(4)}"
             try:
                 for path in remove_abandoned(config.mapping_directory()):
