@@ -37,6 +37,7 @@ from kvcore.operation import (
 from kvcore.request import Request, RequestStatus
 from kvcore.residency import ResidencySampler
 from kvcore.session import Session
+from kvcore.single_type import manager_class_for
 from kvcore.spec import DepotConfig
 from kvcore.step import apply_step
 
@@ -72,6 +73,8 @@ class Depot:
             self.scheme = make_scheme(config.hash_scheme, config.hash_seed)
         except ValueError as error:
             raise InvalidArgument(str(error), field="hash_scheme") from None
+        for group in config.kv_cache.groups:
+            manager_class_for(group.manager_spec)  # or refuse it here
         self.config = config
         self.epoch = secrets.token_hex(8)
         # Counts resets.

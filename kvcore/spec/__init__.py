@@ -25,6 +25,7 @@ from kvcore.spec.full_attention import (
 from kvcore.spec.mamba import MAMBA_CACHE_MODES, MAMBA_TYPES, MambaSpec
 from kvcore.spec.mla import HiddenStateCacheSpec, MLAAttentionSpec, SlidingWindowMLASpec
 from kvcore.spec.pool import KVCacheConfig, KVCacheGroup, available_bytes_for, num_blocks_for
+from kvcore.spec.reach import why_never_hit
 from kvcore.spec.uniform import UniformTypeKVCacheSpecs
 from kvcore.spec.window import ChunkedLocalAttentionSpec, SlidingWindowSpec
 
@@ -55,4 +56,5 @@ __all__ = [
     "available_bytes_for",
     "cdiv",
     "num_blocks_for",
+    "why_never_hit",
 ]
