@@ -2,11 +2,9 @@
 
 A page is one block in one layer; what it holds is in page.py. Two layouts of the same
 pages: "block" keeps all layers of a block together (``[num_blocks, group_size, page]``),
-"layer" all blocks of a layer (``[group_size, num_blocks, page]``). Layers at the same
-position of different groups share their place, as vLLM's KVCacheTensor.shared_by says: a
-block is never in use by two groups. A place is as large as the largest page there, so
-smaller ones are padded; groups of layers with pages of several sizes meet by page size
-instead (vLLM 0.25.1's packed layout, v1/core/kv_cache_utils.py).
+"layer" all blocks of a layer (``[group_size, num_blocks, page]``). Layers of different
+groups share a place, as vLLM's KVCacheTensor.shared_by says: a block is never in use by
+two groups. Which place is whose says KVCacheConfig.places.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ import errno
 import fcntl
 import mmap
 import os
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,9 +22,7 @@ from kvcore.page import page_parts
 from kvcore.spec import (
     DTYPE_BYTES,
     DepotConfig,
-    KVCacheGroup,
     KVCacheSpec,
-    UniformTypeKVCacheSpecs,
 )
 
 if TYPE_CHECKING:
@@ -62,19 +57,6 @@ class LayerLayout:
     views: tuple[TensorView, ...]
 
 
-def layer_specs(group: KVCacheGroup) -> tuple[KVCacheSpec, ...]:
-    """The spec of each layer of the group."""
-    spec = group.spec
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        return tuple(spec.kv_cache_specs[name] for name in group.layer_names)
-    return (spec,) * len(group.layer_names)
-
-
-def block_nbytes(group: KVCacheGroup) -> int:
-    """Bytes of a block's pages in all layers of the group."""
-    return sum(spec.page_size_bytes for spec in layer_specs(group))
-
-
 def layer_layouts(config: DepotConfig) -> list[LayerLayout]:
     """Where every layer that keeps something lies, group by group.
 
@@ -82,13 +64,13 @@ def layer_layouts(config: DepotConfig) -> list[LayerLayout]:
     """
     cache = config.kv_cache
     num_blocks = cache.num_blocks
-    sizes, places = _places(cache.groups)
+    sizes, places = cache.places
     starts = [sum(sizes[:place]) for place in range(len(sizes))]
     layouts = []
     for group_id, group in enumerate(cache.groups):
         if not group.holds_blocks:
             continue
-        for name, spec in zip(group.layer_names, layer_specs(group), strict=True):
+        for name, spec in zip(group.layer_names, group.layer_specs, strict=True):
             place = places[name]
             offset, stride = starts[place], sum(sizes)
             if config.layout == "layer":
@@ -96,28 +78,6 @@ def layer_layouts(config: DepotConfig) -> list[LayerLayout]:
             views = _views(spec, num_blocks, offset, stride)
             layouts.append(LayerLayout(name, offset, stride, group_id, views))
     return layouts
-
-
-def _places(groups: tuple[KVCacheGroup, ...]) -> tuple[list[int], dict[str, int]]:
-    """Bytes of each place of a block, and the place of each layer."""
-    by_page_size = len(groups) > 1 and all(
-        isinstance(group.spec, UniformTypeKVCacheSpecs) for group in groups
-    )
-    keys: dict[tuple[int, int], int] = {}  # page size (or 0) and position: bytes
-    chosen: dict[str, tuple[int, int]] = {}
-    for group in groups:
-        if not group.holds_blocks:
-            continue
-        seen: Counter[int] = Counter()
-        for name, spec in zip(group.layer_names, layer_specs(group), strict=True):
-            nbytes = spec.page_size_bytes
-            bucket = nbytes if by_page_size else 0
-            key = (bucket, seen[bucket])
-            seen[bucket] += 1
-            keys[key] = max(keys.get(key, 0), nbytes)
-            chosen[name] = key
-    order = {key: place for place, key in enumerate(keys)}
-    return list(keys.values()), {name: order[key] for name, key in chosen.items()}
 
 
 def _views(
@@ -150,7 +110,7 @@ class PoolMemory:
         if not name or "/" in name:
             raise InvalidArgument(f"{name!r} cannot name a file", field="name")
         self.config = config
-        self.nbytes = config.kv_cache.num_blocks * sum(_places(config.kv_cache.groups)[0])
+        self.nbytes = config.kv_cache.pool_bytes
         self.path = str(Path(directory) / (PREFIX + name + SUFFIX))
         self.layouts = {layout.name: layout for layout in layer_layouts(config)}
         # Where each layer's page of block 0 begins, from block to block, and its bytes.
@@ -159,7 +119,7 @@ class PoolMemory:
                 (layout.offset_bytes, layout.block_stride_bytes, spec.page_size_bytes)
                 for layout, spec in zip(
                     (self.layouts[name] for name in group.layer_names),
-                    layer_specs(group),
+                    group.layer_specs,
                     strict=True,
                 )
             ]

@@ -5,6 +5,7 @@ Sizing as in vLLM 0.25.1 (v1/core/kv_cache_utils.py).
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from kvcore.errors import InvalidArgument
@@ -45,6 +46,14 @@ class KVCacheGroup:
         return self.manager_spec.holds_blocks
 
     @property
+    def layer_specs(self) -> tuple[KVCacheSpec, ...]:
+        """The spec of each layer."""
+        spec = self.spec
+        if isinstance(spec, UniformTypeKVCacheSpecs):
+            return tuple(spec.kv_cache_specs.values())
+        return (spec,) * len(self.layer_names)
+
+    @property
     def num_pages(self) -> int:
         """Pages of ``spec`` in one block."""
         if not self.holds_blocks:
@@ -53,7 +62,7 @@ class KVCacheGroup:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block in all its layers."""
+        """Bytes of one block in all layers of the group, without what pads their places."""
         return self.num_pages * self.spec.page_size_bytes
 
 
@@ -88,25 +97,37 @@ class KVCacheConfig:
             )
 
     @property
-    def group_size(self) -> int:
-        """Pages a block holds: those of the largest group."""
-        if any(isinstance(group.spec, UniformTypeKVCacheSpecs) for group in self.groups):
-            return 1
-        return max((group.num_pages for group in self.groups), default=0)
+    def places(self) -> tuple[list[int], dict[str, int]]:
+        """Bytes of each place of a block, one behind the other, and each layer's place.
 
-    @property
-    def page_size_bytes(self) -> int:
-        """Bytes of one of ``group_size`` pages; the largest of any group."""
-        if any(isinstance(group.spec, UniformTypeKVCacheSpecs) for group in self.groups):
-            return max(group.block_bytes for group in self.groups)
-        return max(
-            (group.spec.page_size_bytes for group in self.groups if group.holds_blocks), default=0
-        )
+        Layers at the same position of different groups share a place, and places are of
+        one size: smaller pages are padded. Where layers of a group differ in size, each
+        has a page of its own size; several such groups meet by page size, as in vLLM's
+        packed layout.
+        """
+        sizes: dict[tuple[int, int], int] = {}  # page size (or 0) and position: bytes
+        chosen: dict[str, tuple[int, int]] = {}
+        groups = [group for group in self.groups if group.holds_blocks]
+        differ = any(isinstance(group.spec, UniformTypeKVCacheSpecs) for group in groups)
+        for group in groups:
+            seen: Counter[int] = Counter()
+            for name, spec in zip(group.layer_names, group.layer_specs, strict=True):
+                nbytes = spec.page_size_bytes
+                bucket = nbytes if differ and len(groups) > 1 else 0
+                key = (bucket, seen[bucket])
+                seen[bucket] += 1
+                sizes[key] = nbytes
+                chosen[name] = key
+        if not differ and sizes:
+            largest = max(group.spec.page_size_bytes for group in groups)
+            sizes = dict.fromkeys(sizes, largest)
+        numbers = {key: number for number, key in enumerate(sizes)}
+        return list(sizes.values()), {name: numbers[key] for name, key in chosen.items()}
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block."""
-        return self.group_size * self.page_size_bytes
+        return sum(self.places[0])
 
     @property
     def pool_bytes(self) -> int:
@@ -115,7 +136,9 @@ class KVCacheConfig:
 
 
 def num_blocks_for(available_bytes: int, groups: tuple[KVCacheGroup, ...]) -> int:
-    """Blocks that fit ``available_bytes``: ``available // page // group_size``."""
+    """Blocks that fit ``available_bytes``: ``available // page // group_size``, or what a
+    block's places take where pages differ in size.
+    """
     require_positive("available_bytes", available_bytes)
     block_bytes = KVCacheConfig(1 << 30, groups).block_bytes
     if block_bytes == 0:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from kvcore.errors import InvalidArgument
 from kvcore.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from kvcore.hashing import ExtraKeys, MultimodalItem
-from kvcore.memory import LayerLayout, layer_specs
+from kvcore.memory import LayerLayout
 from kvcore.operation import (
     BlockTables,
     Cache,
@@ -236,7 +236,7 @@ def kv_cache_group(group: KVCacheGroup) -> types_pb2.KVCacheGroup:
     message = types_pb2.KVCacheGroup(
         spec=kv_cache_spec(group.manager_spec),
         layer_names=group.layer_names,
-        layer_specs=[kv_cache_spec(spec) for spec in layer_specs(group)] if differ else [],
+        layer_specs=[kv_cache_spec(spec) for spec in group.layer_specs] if differ else [],
         is_eagle_group=group.is_eagle_group,
     )
     if differ:

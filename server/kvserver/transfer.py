@@ -6,7 +6,7 @@ import zlib
 
 from kvcore.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from kvcore.hashing import make_scheme
-from kvcore.memory import PoolMemory, block_nbytes
+from kvcore.memory import PoolMemory
 from kvdepot.v1 import transfer_pb2 as pb
 from kvserver.node import Node
 from kvserver.rpc import Context, Handler, Rpcs
@@ -32,7 +32,7 @@ class TransferService:
         self._rpcs = rpcs
         config = node.depot.config
         self._hash_bytes = make_scheme(config.hash_scheme, config.hash_seed).digest_size
-        self._block_bytes = [block_nbytes(group) for group in config.kv_cache.groups]
+        self._block_bytes = [group.block_bytes for group in config.kv_cache.groups]
 
     def handlers(self) -> dict[str, Handler]:
         """The service's methods by name."""

@@ -14,7 +14,7 @@ import pytest
 
 from kvcore import memory
 from kvcore.errors import AlreadyExists, InvalidArgument, NotFound, ResourceExhausted
-from kvcore.memory import PoolMemory, block_nbytes, layer_layouts, remove_abandoned
+from kvcore.memory import PoolMemory, layer_layouts, remove_abandoned
 from kvcore.spec import (
     DepotConfig,
     EncoderOnlyAttentionSpec,
@@ -220,8 +220,8 @@ def uniform(**specs: FullAttentionSpec) -> KVCacheGroup:
         pytest.param(
             (KVCacheGroup(("s0", "s1"), SMALL), KVCacheGroup(("f0",), FULL)),
             {"s0": 0, "s1": 128, "f0": 0},
-            192,
-            id="a place is as large as its largest page",
+            256,
+            id="a place is as large as the largest page",
         ),
         pytest.param(
             (uniform(a=FULL, b=SMALL, c=FULL),),
@@ -234,6 +234,12 @@ def uniform(**specs: FullAttentionSpec) -> KVCacheGroup:
             {"a": 0, "d": 0, "b": 128, "c": 128, "e": 192},
             256,
             id="groups of such meet by page size",
+        ),
+        pytest.param(
+            (uniform(a=FULL, b=SMALL), KVCacheGroup(("w0", "w1"), WINDOW)),
+            {"a": 0, "w0": 0, "b": 128, "w1": 192},
+            320,
+            id="and any others with them",
         ),
         pytest.param(
             (
@@ -262,7 +268,7 @@ def test_where_the_layers_of_groups_lie(
         name: place * NUM_BLOCKS for name, place in places.items()
     }
     with PoolMemory(config, str(tmp_path), name="test") as pool:
-        assert pool.nbytes == NUM_BLOCKS * block_bytes
+        assert pool.nbytes == config.kv_cache.pool_bytes == NUM_BLOCKS * block_bytes
 
 
 @pytest.mark.parametrize("layout", ["block", "layer"])
@@ -298,8 +304,7 @@ def test_a_copy_of_a_block_leaves_out_what_lies_between(tmp_path: Path) -> None:
         for number, name in enumerate(("s0", "s1"), 1):
             pool.layer(name)[1].fill_(number)
         assert pool.block_pages(1, 0) == b"\x80\x3f" * 32 + b"\0\x40" * 32
-        assert block_nbytes(groups[0]) == 128
-        assert block_nbytes(groups[1]) == 256
+        assert [group.block_bytes for group in groups] == [128, 256]
 
 
 def test_a_page_that_no_tensor_can_lie_over_is_refused(tmp_path: Path) -> None:

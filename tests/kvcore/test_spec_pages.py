@@ -315,7 +315,7 @@ def test_blocks_of_groups_share_one_memory() -> None:
     window = KVCacheGroup(("c", "d", "e"), _window(head_size_v=64))
     encoder = KVCacheGroup(("f",) * 1, EncoderOnlyAttentionSpec(16, 64, 128))
     pool = KVCacheConfig(10, (full, window, encoder))
-    assert (pool.group_size, pool.page_size_bytes) == (3, 65536)
+    assert pool.places == ([65536] * 3, {"a": 0, "b": 1, "c": 0, "d": 1, "e": 2})
     assert pool.pool_bytes == 10 * 3 * 65536
 
 
