@@ -244,7 +244,8 @@ class Depot:
         if mode is FreeMode.FINISH:
             session.manager.free(request)
             return 0
-        blocks = session.manager.pop_blocks_for_free(request)
+        popped = session.manager.pop_blocks_for_free(request)
+        blocks = [block for block in popped if not block.is_null]
         if not blocks:
             return 0
         self._last_ticket += 1
@@ -355,7 +356,7 @@ class Depot:
             f"({num_blocks} blocks)"
             for session in self.sessions.values()
             for request in session.requests.values()
-            if (num_blocks := sum(map(len, session.manager.get_block_ids(request.request_id))))
+            if (num_blocks := session.num_blocks(request))
         ]
         holders += [
             f"session {session.name or session.session_id} ticket {ticket} ({len(blocks)} blocks)"

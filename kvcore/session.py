@@ -100,6 +100,11 @@ class Session:
             request.registered_step = self.view.step
         return new_blocks
 
+    def num_blocks(self, request: Request) -> int:
+        """Blocks the request holds, over all groups; the null block is none."""
+        tables = self.manager.coordinator.get_blocks(request.request_id)
+        return sum(not block.is_null for table in tables for block in table)
+
     def num_slots(self, request: Request) -> int:
         """Token slots the request holds, in the group that holds the fewest.
 

@@ -6,8 +6,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from building import content, make_depot
+from building import content, full, groups_config, make_depot, mamba, window
 from kvcore.check import check
+from kvcore.depot import Depot
 from kvcore.errors import FailedPrecondition
 from kvcore.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvcore.operation import FreeMode, Outcome, SlotRequest
@@ -23,10 +24,13 @@ class Sessions(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.depot = make_depot(14, BLOCK_SIZE)
+        self.depot = self.make_depot()
         self.sessions: list[Session] = [self._open() for _ in range(NUM_SESSIONS)]
         self.steps = [(0, 0)] * NUM_SESSIONS
-        self.mirror: set[bytes] = set()
+        self.mirror: set[tuple[int, bytes]] = set()
+
+    def make_depot(self) -> Depot:
+        return make_depot(14, BLOCK_SIZE)
 
     def _open(self) -> Session:
         return self.depot.open_session("")
@@ -136,26 +140,55 @@ class Sessions(RuleBasedStateMachine):
             if isinstance(event, AllBlocksCleared):
                 self.mirror.clear()
             elif isinstance(event, BlockStored):
-                assert not self.mirror.intersection(event.block_hashes)
-                self.mirror.update(event.block_hashes)
+                assert not self.mirror.intersection(_names(event))
+                self.mirror.update(_names(event))
             elif isinstance(event, BlockRemoved):
-                assert self.mirror.issuperset(event.block_hashes)
-                self.mirror.difference_update(event.block_hashes)
-        ready = [block_hash for event in self.depot.snapshot() for block_hash in event.block_hashes]
+                assert self.mirror.issuperset(_names(event))
+                self.mirror.difference_update(_names(event))
+        ready = [name for event in self.depot.snapshot() for name in _names(event)]
         assert sorted(ready) == sorted(self.mirror)
 
     @invariant()
     def nobody_reads_what_is_not_written(self) -> None:
         for session in self.sessions:
             for request_id in session.requests:
-                for block in session.manager.get_blocks(request_id).blocks[0]:
-                    assert block.pending_view in (None, session.view)
+                for table in session.manager.get_blocks(request_id).blocks:
+                    for block in table:
+                        assert block.pending_view in (None, session.view)
+
+
+def _names(event: BlockStored | BlockRemoved) -> list[tuple[int, bytes]]:
+    return [(event.group, block_hash) for block_hash in event.block_hashes]
+
+
+class WindowSessions(Sessions):
+    """Beside full attention, a window in blocks of half the size, and a wider one."""
+
+    def make_depot(self) -> Depot:
+        specs = (full(2 * BLOCK_SIZE), window(4, BLOCK_SIZE), window(7, 2 * BLOCK_SIZE))
+        return Depot(groups_config(14, *specs, max_model_len=256))
+
+
+class StateSessions(Sessions):
+    """Beside full attention, states at block boundaries, with one for a draft token."""
+
+    def make_depot(self) -> Depot:
+        states = mamba("align", BLOCK_SIZE, num_speculative_blocks=1)
+        return Depot(groups_config(14, states, full(BLOCK_SIZE), max_model_len=256))
+
+
+def _settings(max_examples: int) -> settings:
+    return settings(
+        max_examples=max_examples,
+        stateful_step_count=60,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
 
 
 TestSessions = Sessions.TestCase
-TestSessions.settings = settings(
-    max_examples=150,
-    stateful_step_count=60,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+TestSessions.settings = _settings(150)
+TestWindowSessions = WindowSessions.TestCase
+TestWindowSessions.settings = _settings(60)
+TestStateSessions = StateSessions.TestCase
+TestStateSessions.settings = _settings(60)
