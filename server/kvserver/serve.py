@@ -19,6 +19,7 @@ import uvloop
 from kvcore.depot import Depot
 from kvcore.errors import KVDepotError
 from kvcore.memory import PoolMemory, remove_abandoned
+from kvcore.spec import why_never_hit
 from kvserver import admin, cache, event, health, reflect, transfer
 from kvserver.config import ConfigError, ServerConfig, parse, split_address
 from kvserver.metrics import DepotCollector, MetricsServer
@@ -40,6 +41,9 @@ class Server:
         self.port = 0
         self.metrics_port: int | None = None
         depot_config = config.depot_config()
+        reason = why_never_hit(depot_config)
+        if reason is not None:
+            logger.warning("no request can ever hit the prefix cache: %s", reason)
         # First of all, so that a pool that does not fit is refused at once.
         memory = None
         if not config.no_memory and depot_config.kv_cache.block_bytes:
