@@ -90,12 +90,6 @@ class DepotConfig:
         return tuple(group for group in self.kv_cache.groups if group.holds_blocks)
 
     @property
-    def block_size(self) -> int:
-        """Tokens a block, of the first group."""
-        groups = self.kv_cache.groups
-        return groups[0].spec.block_size if groups else NO_GROUPS_BLOCK_SIZE
-
-    @property
     def context_parallel_size(self) -> int:
         """How many ranks share out a block's tokens."""
         return self.dcp_world_size * self.pcp_world_size
