@@ -19,7 +19,8 @@ Change = Callable[[int, int], None]
 def num_skipped_tokens(spec: KVCacheSpec, num_computed_tokens: int) -> int:
     """Leading tokens that the attention of the token after these does not look at.
 
-    Of Mamba all but the last, whose state stands for them.
+    Of Mamba all but the last, whose state stands for them. Of a kind that is none of
+    vLLM's, none: what leaves its tables is known to the server only.
     """
     if spec.kind == "mamba":
         return max(0, num_computed_tokens - 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from types import ModuleType
 
 import pytest
 
+from kvcore.memory import layer_layouts
 from kvcore.spec import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -322,3 +324,25 @@ def test_a_kind_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     config = parse(["--model", "mine", "--groups", written + ", flavour: odd}]"], {})
     (group,) = config.depot_config().kv_cache.groups
     assert group.spec == NarrowSpec(4, 2, 64, sliding_window=6, flavour="odd")
+
+
+def test_the_example_of_the_readme_is_a_pool(tmp_path: Path) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```yaml\n(.*?)```", readme, re.DOTALL)
+    config = load(tmp_path, example)
+    assert [group.spec.kind for group in config.kv_cache.groups] == [
+        "full_attention",
+        "sliding_window",
+        "mamba",
+    ]
+    layouts = layer_layouts(config)
+    assert len({layout.offset_bytes for layout in layouts}) == 2
+    # What it leaves out in comments is meant to work, too.
+    options = re.findall(
+        r"^# (use-eagle|prefix-cache-retention-interval|hash-block-size): (\S+)",
+        example,
+        re.MULTILINE,
+    )
+    assert len(options) == 3
+    more = "\n".join(f"{name}: {value}" for name, value in options)
+    assert load(tmp_path, f"{example}\n{more}").use_eagle

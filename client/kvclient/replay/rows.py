@@ -15,7 +15,8 @@ from kvclient.replay.pattern import WORD_BYTES, Values, salts
 from kvclient.tables import num_skipped_tokens
 from kvclient.values import KVCacheSpec, PoolDescription
 
-_KEPT_ELSEWHERE = ("cross_attention", "encoder_only_attention")
+# They hold no tokens of the request itself, or what they hold is not known here.
+_NOT_FOLLOWED = ("cross_attention", "encoder_only_attention", "unknown")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ def group_rows(pool: PoolDescription) -> list[GroupRows]:
     layouts = {layout.name: layout for layout in pool.layers}
     groups, taken = [], 0
     for number, group in enumerate(pool.groups):
-        if group.kind in _KEPT_ELSEWHERE:
+        if group.kind in _NOT_FOLLOWED:
             continue
         specs = group.layer_specs or (group.spec,) * len(group.layer_names)
         layers = []
