@@ -127,7 +127,8 @@ class KVCacheManager:
     ``request`` is a vLLM Request or has its attributes. ``steps_in_flight`` is how many
     steps the scheduler runs ahead (1: synchronous, 2: vLLM's AsyncScheduler); other
     sessions hit a block when its step has ended. None: each call ends what was before
-    it, which a scheduler that waits for its workers may say.
+    it, which a scheduler that waits for its workers may say; not one with Mamba groups, whose
+    states of the present step must not be hit yet.
     """
 
     def __init__(

@@ -26,6 +26,7 @@ from kvserver.presets import MODELS
 
 ENV_PREFIX = "KVDEPOT_"
 _DEFAULT_CAPACITY_TOKENS = 65_536
+_DEFAULT_MODEL = "tiny"
 
 
 class ConfigError(ValueError):
@@ -117,8 +118,10 @@ class ServerConfig:
     insecure_bind: bool = _option(
         False, _boolean, "allow an address that is not loopback, without encryption"
     )
-    model: str = _option(
-        "tiny", _text, f"shape preset: {', '.join(MODELS)}; with --groups any name"
+    model: str | None = _option(
+        None,
+        _text,
+        f"shape preset: {', '.join(MODELS)} (default {_DEFAULT_MODEL}); with --groups any name",
     )
     groups: tuple[KVCacheGroup, ...] | None = _option(
         None, _groups, "KV cache groups, instead of a preset's: a list of mappings, in YAML"
@@ -188,16 +191,16 @@ class ServerConfig:
             if given:
                 raise ConfigError(f"{' and '.join(given)} cannot override groups: change them")
             return self.groups
-        shape = MODELS.get(self.model)
+        name = _DEFAULT_MODEL if self.model is None else self.model
+        shape = MODELS.get(name)
         if shape is None:
             raise ConfigError(
-                f"--model: must be one of {', '.join(MODELS)}, or come with --groups; "
-                f"got {self.model!r}"
+                f"--model: must be one of {', '.join(MODELS)}, or come with --groups; got {name!r}"
             )
         try:
             return replace(shape, **given).groups(self.block_size)  # type: ignore[type-var]
         except KVDepotError as error:
-            raise ConfigError(f"--model {self.model}: {error.field}: {error.message}") from error
+            raise ConfigError(f"--model {name}: {error.field}: {error.message}") from error
 
     def depot_config(self) -> DepotConfig:
         """What the core is built from. Raises ConfigError."""
@@ -216,7 +219,7 @@ class ServerConfig:
                 hash_scheme=self.hash_scheme,
                 hash_seed=self.hash_seed,
                 watermark=self.watermark,
-                model=self.model,
+                model=self.model or ("" if self.groups is not None else _DEFAULT_MODEL),
                 weights_revision=self.weights_revision,
                 layout=self.layout,
                 residency_sample_rate=self.residency_sample_rate,

@@ -117,7 +117,9 @@ groups:
       a: {{kind: full_attention, {HEADS}}}
       b: {{kind: full_attention, {HEADS}, head_size_v: 32}}
 """
-    (group,) = load(tmp_path, text).kv_cache.groups
+    config = load(tmp_path, text)
+    assert config.model == ""  # named by nobody
+    (group,) = config.kv_cache.groups
     assert isinstance(group.spec, UniformTypeKVCacheSpecs)
     assert group.layer_names == ("a", "b")
     assert group.spec.page_size_bytes == 4 * 2 * (64 + 64 + 64 + 32) * 2

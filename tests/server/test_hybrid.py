@@ -141,6 +141,17 @@ def test_events_tell_group_kind_and_window(serve: Serve) -> None:
             assert event.block_size == BLOCK
 
 
+def test_a_lookup_tells_what_only_some_groups_have(serve: Serve) -> None:
+    # Windows are kept at the prompt's last boundary, 384, only.
+    served = gemma(serve, prefix_cache_retention_interval=0)
+    scheduler = served.open()
+    scheduler.admit("a", PROMPT)
+    assert scheduler.lookup("again", PROMPT).num_computed_tokens == 384
+    half = scheduler.lookup("half", tokens(*range(200), 7, 7, 7))
+    assert half.num_computed_tokens == 0
+    assert half.num_uncached_common_prefix_tokens == 192
+
+
 ENCODER = parse_groups(
     [
         {

@@ -160,12 +160,13 @@ def replay(
 @click.command()
 @click.option("--requests", "num_requests", default=400, show_default=True, type=click.IntRange(1))
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0))
+@click.option("--model", default="tiny", show_default=True, help="Shape preset of the server.")
 @json_option
-def demo(num_requests: int, seed: int, as_json: bool) -> None:
+def demo(num_requests: int, seed: int, model: str, as_json: bool) -> None:
     """Start a server, replay a generated workload on it, and say what one just saw."""
     settings = _settings(num_requests=num_requests, seed=seed, max_running=32)
     # Small on purpose: the cache must evict, and at times a request must wait.
-    report = _run(settings, None, ["--model", "tiny", "--capacity-tokens", "60000"])
+    report = _run(settings, None, ["--model", model, "--capacity-tokens", "60000"])
     if as_json:
         print_json(report.to_json())
     else:
