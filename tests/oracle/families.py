@@ -261,7 +261,10 @@ def _full_kinds(rng: random.Random) -> Config:
         full(size, sliding_window=2 * size),
     ]
     if rng.random() < 0.5:
-        return {"groups": group(*rng.sample(specs, rng.randint(1, 2)))}
+        chosen = rng.sample(specs, rng.randint(1, 2))
+        if len(chosen) == 2 and rng.random() < 0.4:
+            chosen[0]["block_size"] *= rng.choice((2, 3))
+        return {"groups": group(*chosen)}
     return {"groups": group(rng.choice(specs), *_windows(rng, [size] * rng.randint(1, 2)))}
 
 

@@ -27,6 +27,7 @@ DRAWN_PER_DONE = 10
 WEIGHTS: dict[str, float] = {
     "add": 8,
     "twins": 1,
+    "revive": 0.7,
     "lookup": 2,
     "admit": 20,
     "loaded": 2,
@@ -75,6 +76,10 @@ def make_sequence(seed: int, num_ops: int) -> Sequence:
     for name in rng.choices(names, weights, k=num_ops * DRAWN_PER_DONE):
         sequence.ops += maker.make(name)
     return sequence
+
+
+def _admission(who: str, reserved: int = 0) -> Operation:
+    return {"op": "admit", "who": who, "chunk": ANY, "reserved": reserved, "scheduled": False}
 
 
 class _Maker:
@@ -150,6 +155,30 @@ class _Maker:
         admissions = [{**self.admit()[0], "who": one["who"]} for one in (first, second)]
         admissions[1]["use_hit"] = self.rng.random() < 0.5
         return [first, second, *admissions]
+
+    def revive(self) -> list[Operation]:
+        """A request comes again when its blocks are the next to be evicted, and brings external
+        tokens with it: one group must not take the blocks that another one hits.
+        """
+        rng, unit = self.rng, self.config["unit"]
+        first = self._revivable(500_000, rng.randint(3, 6) * unit)
+        length = first["tokens"][0][1]
+        sizes = [group["spec"]["block_size"] for group in self.config["groups"]]
+        spared = sum(-(-length // size) for size in sizes) + rng.choice((0, 0, 1, len(sizes)))
+        story: list[Operation] = [first, _admission(first["who"])]
+        story += [{"op": "finish", "who": first["who"]}, {"op": "new_step"}]
+        for num_tokens in (16 * unit, 8 * unit, 4 * unit, 2 * unit, unit, 1):  # what fits stays
+            filler = self._revivable(400_000, num_tokens)
+            story += [filler, _admission(filler["who"], reserved=spared)]
+        again = self._revivable(500_000, 0)
+        again["tokens"] = [*first["tokens"], [300_000, 2 * unit]]
+        chunk, external = rng.choice((1, unit)), rng.choice((unit, unit + 1))
+        return [*story, again, {**_admission(again["who"]), "chunk": chunk, "external": external}]
+
+    def _revivable(self, first: int, num_tokens: int) -> Operation:
+        self.num_requests += 1
+        tokens = [[first + 1000 * self.rng.randrange(20), num_tokens]]
+        return {"op": "add", "who": f"r{self.num_requests - 1}", "tokens": tokens}
 
     def admit(self) -> list[Operation]:
         rng = self.rng

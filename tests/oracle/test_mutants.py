@@ -95,6 +95,11 @@ def _caches_the_unreachable(manager: Any) -> None:
     manager.reachable_block_mask = lambda *arguments: None
 
 
+def _forgets_the_prompt(manager: Any) -> None:
+    mask = manager.reachable_block_mask
+    manager.reachable_block_mask = lambda start, stop, num_prompt_tokens: mask(start, stop, None)
+
+
 def _has_no_cap(manager: Any) -> None:
     manager.max_admission_blocks = None
 
@@ -104,8 +109,28 @@ def _hits_in_the_same_step(manager: Any) -> None:
 
 
 def _keeps_old_states(manager: Any) -> None:
-    manager._last_state = {}
     manager._last_state = type("Forgets", (dict,), {"get": lambda self, key: None})()
+
+
+def _reads_the_first_finer_hash(backend: KvcoreBackend) -> None:
+    coordinator: Any = backend.manager.coordinator
+    hashes_by_size = coordinator._hashes_by_size
+
+    def misread(block_hashes: list[bytes], max_length: int) -> dict[int, Any]:
+        first_size = backend.depot.hash_block_size
+        return {
+            size: block_hashes[:: size // first_size]
+            for size in hashes_by_size(block_hashes, max_length)
+        }
+
+    coordinator._hashes_by_size = misread
+
+
+def _forgets_encoder_tokens(backend: KvcoreBackend) -> None:
+    allocate_slots = backend.manager.allocate_slots
+    backend.manager.allocate_slots = (  # type: ignore[method-assign]
+        lambda *args, num_encoder_tokens=0, **named: allocate_slots(*args, **named)
+    )
 
 
 def _takes_before_touching(backend: KvcoreBackend) -> None:
@@ -137,10 +162,13 @@ MUTANTS: dict[str, tuple[Mutation, str, str]] = {
     "alignment": (_each_manager(_ignores_alignment), "block sizes", "result"),
     "window mask": (_each_manager(_caches_the_unreachable), "block sizes", "hashes"),
     "retention mask": (_each_manager(_caches_the_unreachable), "retention", "hashes"),
+    "replay boundary": (_each_manager(_forgets_the_prompt), "retention", "hashes"),
+    "finer hash": (_reads_the_first_finer_hash, "block sizes", "result"),
+    "encoder tokens": (_forgets_encoder_tokens, "cross", "result"),
     "admission cap": (_each_manager(_has_no_cap), "full and sliding", "result"),
     "same step": (_each_manager(_hits_in_the_same_step), "mamba all", "result"),
     "old states": (_each_manager(_keeps_old_states), "mamba align", "queue"),
-    "two phases": (_takes_before_touching, "block sizes", "tables"),
+    "two phases": (_takes_before_touching, "full and sliding", "tables"),
 }
 """What errs, in which family it shows, and in which field of the record."""
 
