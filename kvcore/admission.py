@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvcore.errors import InvalidArgument
 from kvcore.manager import KVCacheBlocks
-from kvcore.operation import Outcome, SlotRequest, SlotResult
+from kvcore.operation import BlockTables, Outcome, SlotRequest, SlotResult
 from kvcore.request import Request, RequestStatus
 from kvcore.session import Session
 
@@ -43,14 +43,15 @@ def admit(
     if slots.lookup:
         hit, claimed = manager.get_computed_blocks(request)
     elif claimed:
-        if claimed > request.remembered_hit_tokens or claimed % depot.config.block_size:
+        if claimed > request.remembered_hit_tokens or claimed % depot.config.scheduler_block_size:
             raise InvalidArgument(
                 f"num_new_computed_tokens {claimed}: the last lookup answered "
                 f"{request.remembered_hit_tokens}, and a hit is whole blocks",
                 field="num_new_computed_tokens",
             )
-        hit, num_found = manager.find_computed_blocks(request)
-        if num_found < claimed:
+        # A shorter hit is not a part of a longer one where attention has a window.
+        hit, num_found = manager.find_computed_blocks(request, claimed)
+        if num_found != claimed:
             request.remembered_hit_tokens = num_found
             return SlotResult(
                 Outcome.HIT_CHANGED,
@@ -58,11 +59,6 @@ def admit(
                 hit_blocks=hit.block_ids,
                 handle=request.handle,
             )
-        if num_found > claimed:
-            hit = KVCacheBlocks(
-                tuple(group[: claimed // depot.config.block_size] for group in hit.blocks)
-            )
-
     num_external = slots.num_external_computed_tokens
     if running and num_external:
         raise InvalidArgument(
@@ -93,6 +89,7 @@ def admit(
         num_lookahead_tokens=slots.num_lookahead_tokens,
         num_external_computed_tokens=num_external,
         delay_cache_blocks=slots.delay_cache_blocks,
+        num_encoder_tokens=slots.num_encoder_tokens,
         full_sequence_must_fit=slots.full_sequence_must_fit,
         reserved_blocks=slots.reserved_blocks,
         has_scheduled_reqs=slots.has_scheduled_reqs,
@@ -110,15 +107,17 @@ def admit(
     if not slots.delay_cache_blocks:
         # Until external bytes are here the request still waits, as in vLLM.
         request.status = _RUNNING
+    hit_ids = manager.empty_kv_cache_blocks.block_ids if hit is None else hit.block_ids
+    new_ids = new_blocks.block_ids
+    if num_external or (claimed and len(new_ids) > 1):
+        # External tokens have blocks too, and move windows beyond blocks of the hit.
+        hit_ids, new_ids = _split_tables(session, request, claimed)
     return SlotResult(
         _OK,
         num_new_computed_tokens=claimed,
         num_new_tokens=num_new,
-        hit_blocks=manager.empty_kv_cache_blocks.block_ids if hit is None else hit.block_ids,
-        # Of external tokens too: all that is new in the table.
-        new_blocks=(
-            _table_from(session, request, claimed) if num_external else new_blocks.block_ids
-        ),
+        hit_blocks=hit_ids,
+        new_blocks=new_ids,
         handle=request.handle,
     )
 
@@ -147,7 +146,16 @@ def _num_new_tokens(
     return num_new if num_new > 0 or num_left == 0 else None
 
 
-def _table_from(session: Session, request: Request, num_tokens: int) -> tuple[list[int], ...]:
-    first = num_tokens // session.config.block_size
+def _split_tables(
+    session: Session, request: Request, num_tokens: int
+) -> tuple[BlockTables, BlockTables]:
+    """The blocks of the first ``num_tokens`` tokens, and the rest of the tables."""
     tables = session.manager.get_block_ids(request.request_id)
-    return tuple([table[first:] for table in tables])
+    stops = [
+        0 if manager.counts_encoder_tokens else num_tokens // manager.block_size
+        for manager in session.manager.coordinator.managers
+    ]
+    return (
+        tuple([table[:stop] for table, stop in zip(tables, stops, strict=True)]),
+        tuple([table[stop:] for table, stop in zip(tables, stops, strict=True)]),
+    )

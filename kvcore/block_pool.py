@@ -6,7 +6,7 @@ when one view uses the pool.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from kvcore.block import FreeKVCacheBlockQueue, KVCacheBlock
@@ -14,6 +14,7 @@ from kvcore.errors import InvalidArgument
 from kvcore.events import MEDIUM, AllBlocksCleared, BlockRemoved, BlockStored, Event
 from kvcore.feed import RUN_BLOCKS_MAX, Entry, RemovedBlocks, StoredBlocks, StoredRun, events_of
 from kvcore.hashing import ExtraKeys
+from kvcore.partial_block import PartialHashes
 from kvcore.prefix_index import PrefixIndex
 from kvcore.request import Request
 from kvcore.residency import ResidencySampler
@@ -59,7 +60,12 @@ class BlockPool:
         self.null_block = self.blocks[0]
         self.null_block.is_null = True
         self.free_queue = FreeKVCacheBlockQueue(self.blocks[1:])
+        self.sink_blocks = tuple(
+            self._set_aside(group.manager_spec.num_sink_blocks) for group in config.groups
+        )
+        self.num_sink_blocks = sum(map(len, self.sink_blocks))
         self.indexes = tuple(PrefixIndex() for _ in config.groups)
+        self.partial = PartialHashes()
         self.views: list[PoolView] = []
         # Free blocks held back by some view.
         self.num_held_blocks = 0
@@ -68,6 +74,12 @@ class BlockPool:
         self.num_evictions = 0
         self._events: list[Event] = []
         self._feed: list[Entry] = []
+
+    def _set_aside(self, num_blocks: int) -> list[KVCacheBlock]:
+        blocks = self.free_queue.take_n(num_blocks)
+        for block in blocks:
+            block.ref_cnt = 1
+        return blocks
 
     def open_view(self) -> PoolView:
         """What one more session sees of this pool."""
@@ -86,8 +98,8 @@ class BlockPool:
 
     @property
     def num_live_blocks(self) -> int:
-        """Blocks that are in use."""
-        return len(self.blocks) - 1 - self.free_queue.num_free_blocks
+        """Blocks that are in use; sinks, which always are, aside."""
+        return len(self.blocks) - 1 - self.free_queue.num_free_blocks - self.num_sink_blocks
 
     @property
     def usage(self) -> float:
@@ -102,7 +114,7 @@ class BlockPool:
         num_held_cached = sum(block.block_hash is not None for block in held)
         num_cached = self.num_cached_blocks - num_held_cached
         return BlockStates(
-            live=self.num_live_blocks,
+            live=self.num_live_blocks + self.num_sink_blocks,
             cached=num_cached,
             quarantined=len(held),
             free=num_free - num_cached - len(held),
@@ -134,7 +146,9 @@ class BlockPool:
         """Reference blocks that were hit; those that were free leave the queue."""
         residency = self.residency
         for block in blocks:
-            if block.ref_cnt == 0 and not block.is_null:
+            if block.ref_cnt == 0:
+                if block.is_null:
+                    continue
                 self.free_queue.remove(block)
                 if block.held_by is not None:
                     block.held_by.release(block)
@@ -177,25 +191,38 @@ class BlockPool:
         block_size: int,
         group: int,
         view: PoolView,
+        hash_ratio: int = 1,
+        block_mask: Sequence[bool] | None = None,
     ) -> None:
         """Make ``blocks[num_cached_blocks:num_full_blocks]`` hits of the request's hashes.
 
-        ``blocks`` is the request's whole table. The bytes count as written when the
-        view's present step has completed.
+        ``blocks`` is the request's whole table. ``hash_ratio``: how many of the
+        request's hashes a block spans; the last one is its own. Null blocks are left
+        out, and blocks where ``block_mask`` (one a new block) is False. The bytes count
+        as written when the view's present step has completed.
         """
         if num_cached_blocks >= num_full_blocks:
             return
-        hashes = request.block_hashes
-        assert len(hashes) >= num_full_blocks
+        stop = num_full_blocks * hash_ratio
+        assert len(request.block_hashes) >= stop
+        hashes = request.block_hashes[(num_cached_blocks + 1) * hash_ratio - 1 : stop : hash_ratio]
         index = self.indexes[group]
         entries = index.entries
-        full = slice(num_cached_blocks, num_full_blocks)
-        new_blocks, new_hashes = blocks[full], hashes[full]
-        if self.null_block in new_blocks:
-            real = [i for i, block in enumerate(new_blocks) if not block.is_null]
-            new_blocks, new_hashes = [new_blocks[i] for i in real], [new_hashes[i] for i in real]
-        for block, block_hash in zip(new_blocks, new_hashes, strict=True):
-            assert block.block_hash is None
+        new_blocks = blocks[num_cached_blocks:num_full_blocks]
+        positions: Sequence[int] = range(num_cached_blocks, num_full_blocks)
+        if block_mask is not None or self.null_block in new_blocks:
+            kept = [
+                offset
+                for offset, block in enumerate(new_blocks)
+                if not block.is_null and (block_mask is None or block_mask[offset])
+            ]
+            new_blocks = [new_blocks[offset] for offset in kept]
+            hashes = [hashes[offset] for offset in kept]
+            positions = [num_cached_blocks + offset for offset in kept]
+        for block, block_hash in zip(new_blocks, hashes, strict=True):
+            if block.block_hash is not None:
+                assert self.partial.num_tokens(block) is not None
+                self._drop_content(block)  # it has grown beyond what its hash says
             block.block_hash = block_hash
             block.group = group
             block.extra = request.extra
@@ -203,23 +230,91 @@ class BlockPool:
             if entries.setdefault(block_hash, block) is not block:
                 index.insert(block_hash, block)
         if self.publish_events:
-            for first in range(num_cached_blocks, num_full_blocks, RUN_BLOCKS_MAX):
-                stop = min(first + RUN_BLOCKS_MAX, num_full_blocks)
-                run = self._stored_run(request, first, stop, block_size, group)
-                for position, block in enumerate(blocks[first:stop]):
-                    if not block.is_null:
-                        block.content = run
-                        block.content_position = position
+            self._keep_content(request, new_blocks, positions, block_size, group, hash_ratio)
         if self.enable_kv_cache_events:
-            self._record_stored(request, num_cached_blocks, num_full_blocks, block_size, group)
+            self._record_stored(
+                request,
+                range(num_cached_blocks, num_full_blocks),
+                positions,
+                block_size,
+                group,
+                hash_ratio,
+            )
         if view.step > view.completed_step:
             view.add_pending(new_blocks)
-        else:
+        elif self.publish_events:
             self.confirm(new_blocks)
+
+    def cache_partial_block(
+        self,
+        request: Request,
+        block: KVCacheBlock,
+        num_tokens: int,
+        *,
+        block_size: int,
+        hash_block_size: int,
+        group: int,
+        view: PoolView,
+    ) -> bytes | None:
+        """Make ``block`` a hit of the request's first ``num_tokens`` tokens as well.
+
+        They end inside the block, at a boundary of ``hash_block_size``. A longer
+        partial hash replaces a shorter one, and the full block's hash replaces it in
+        turn; a full block gets an alias. Answers the hash, or None for the null block.
+        """
+        if block.is_null:
+            return None
+        if num_tokens <= 0 or num_tokens % hash_block_size or num_tokens % block_size == 0:
+            raise InvalidArgument(
+                f"num_tokens {num_tokens} must be a multiple of the hash block size "
+                f"{hash_block_size} that ends inside a block of {block_size}",
+                field="num_tokens",
+            )
+        num_hashes = num_tokens // hash_block_size
+        if num_hashes > len(request.block_hashes):
+            raise InvalidArgument(
+                f"num_tokens {num_tokens}: the request has hashes of "
+                f"{len(request.block_hashes) * hash_block_size}",
+                field="num_tokens",
+            )
+        block_hash = request.block_hashes[num_hashes - 1]
+        index = self.indexes[group]
+        if index.holds(block_hash, block):
+            return block_hash
+        if block.block_hash is None:
+            self.num_cached_blocks += block.ref_cnt == 0
+        covered = self.partial.num_tokens(block)
+        if covered is not None and covered < num_tokens:
+            self._drop_content(block)
+        content = None
+        if self.publish_events:
+            last = num_hashes - 1
+            content = self._stored_run(request, last, num_hashes, hash_block_size, group, 1)
+        if block.block_hash is None:
+            block.block_hash = block_hash
+            block.group = group
+            block.extra = request.extra
+            block.content = content
+            block.content_position = 0
+            self.partial.set_primary(block, num_tokens)
+            is_pending = view.step > view.completed_step
+        else:
+            self.partial.add_alias(block, block_hash, content)
+            is_pending = block.pending_view is not None
+        index.insert(block_hash, block)
+        if self.enable_kv_cache_events:
+            positions = range(num_hashes - 1, num_hashes)
+            self._record_stored(request, positions, positions, hash_block_size, group, 1)
+        if not is_pending:
+            self._announce(block, block_hash, content)
+        elif block.pending_view is None:
+            view.add_pending([block])
+        return block_hash
 
     def confirm(self, blocks: Iterable[KVCacheBlock]) -> None:
         """The blocks' bytes are written: everybody may read them."""
         indexes = self.indexes
+        aliases_by_id = self.partial.aliases_by_id
         run, start, stop = None, 0, 0
         for block in blocks:
             content = block.content
@@ -228,13 +323,19 @@ class BlockPool:
                 assert block_hash is not None
                 # Being the first copy is the usual case, which costs no call.
                 is_first = indexes[block.group].entries.get(block_hash) is block
-                if is_first or not self._has_ready(block):
+                if is_first or not self._has_ready(block, block_hash):
                     position = block.content_position
                     if content is not run or position != stop:
                         if run is not None:
                             self._feed.append(StoredBlocks(run, start, stop))
                         run, start = content, position
                     stop = position + 1
+            if aliases_by_id and block.block_id in aliases_by_id:
+                if run is not None:
+                    self._feed.append(StoredBlocks(run, start, stop))
+                    run = None
+                for alias, alias_content in aliases_by_id[block.block_id].items():
+                    self._announce(block, alias, alias_content)
             block.pending_view = None
         if run is not None:
             self._feed.append(StoredBlocks(run, start, stop))
@@ -278,6 +379,7 @@ class BlockPool:
         """Forget all content, also that of blocks in use, which keep their references."""
         for index in self.indexes:
             index.entries.clear()
+        self.partial.clear()
         self.num_cached_blocks = 0
         for block in self.blocks:
             block.block_hash = None
@@ -307,13 +409,28 @@ class BlockPool:
         """As take_feed, an event a block."""
         return list(events_of(self.take_feed()))
 
-    def _has_ready(self, block: KVCacheBlock) -> bool:
-        """Whether another copy of the block's content is readable for everybody."""
-        assert block.block_hash is not None
-        entry = self.indexes[block.group].entries.get(block.block_hash)
+    def stored_event(self, block: KVCacheBlock, block_hash: bytes) -> BlockStored | None:
+        """What the truth feed says of the block under one of its hashes.
+
+        None if events are not published.
+        """
+        if block.block_hash == block_hash:
+            run, position = block.content, block.content_position
+        else:
+            run, position = self.partial.aliases(block)[block_hash], 0
+        return None if run is None else run.event(position)
+
+    def _announce(self, block: KVCacheBlock, block_hash: bytes, content: StoredRun | None) -> None:
+        """Tell the truth feed that content can be read, unless it could already."""
+        if content is not None and not self._has_ready(block, block_hash):
+            self._feed.append(StoredBlocks(content, 0, 1))
+
+    def _has_ready(self, block: KVCacheBlock, block_hash: bytes) -> bool:
+        """Whether another copy of the content is readable for everybody."""
+        entry = self.indexes[block.group].entries.get(block_hash)
         if entry is None or entry is block:
             return False  # the usual case, for which no iterator is made
-        copies = self.indexes[block.group].copies(block.block_hash)
+        copies = self.indexes[block.group].copies(block_hash)
         return any(copy is not block and copy.pending_view is None for copy in copies)
 
     def _drop_content(self, block: KVCacheBlock, reason: str = "evicted") -> None:
@@ -322,16 +439,33 @@ class BlockPool:
         residency = self.residency
         if residency is not None and block.block_id in residency.births:
             residency.on_evicted(block)
-        copies_left = self.indexes[block.group].remove(block_hash, block)
+        index = self.indexes[block.group]
+        copies_left = index.entries[block_hash] is not block
+        if copies_left:
+            index.remove(block_hash, block)
+        else:
+            del index.entries[block_hash]  # the usual case, without a call
         if self.enable_kv_cache_events:
             self._events.append(BlockRemoved([block_hash], block.group, MEDIUM, reason))
         was_readable = block.pending_view is None and block.content is not None
-        if was_readable and not (copies_left and self._has_ready(block)):
+        if was_readable and not (copies_left and self._has_ready(block, block_hash)):
             self._record_removed(block_hash, block.group, reason)
+        partial = self.partial
+        if partial.num_tokens_by_id or partial.aliases_by_id:
+            self._drop_partial(block, was_readable, reason)
         block.block_hash = None
         block.extra = None
         block.content = None
         block.pending_view = None
+
+    def _drop_partial(self, block: KVCacheBlock, was_readable: bool, reason: str) -> None:
+        for block_hash in self.partial.aliases(block):
+            self.indexes[block.group].remove(block_hash, block)
+            if self.enable_kv_cache_events:
+                self._events.append(BlockRemoved([block_hash], block.group, MEDIUM, reason))
+            if was_readable and not self._has_ready(block, block_hash):
+                self._record_removed(block_hash, block.group, reason)
+        self.partial.forget(block)
 
     def _record_removed(self, block_hash: bytes, group: int, reason: str) -> None:
         last = self._feed[-1] if self._feed else None
@@ -340,13 +474,44 @@ class BlockPool:
         else:
             self._feed.append(RemovedBlocks([block_hash], group, self.medium, reason))
 
+    def _keep_content(
+        self,
+        request: Request,
+        blocks: Sequence[KVCacheBlock],
+        positions: Sequence[int],
+        block_size: int,
+        group: int,
+        hash_ratio: int,
+    ) -> None:
+        """Remember, for events, what ``blocks`` hold, which stand at ``positions``."""
+        start, num_blocks = 0, len(blocks)
+        while start < num_blocks:
+            first = positions[start]
+            stop = min(start + RUN_BLOCKS_MAX, num_blocks)
+            while positions[stop - 1] - first != stop - 1 - start:
+                stop -= 1  # a run has no gaps
+            run = self._stored_run(
+                request, first, first + stop - start, block_size, group, hash_ratio
+            )
+            for position, block in enumerate(blocks[start:stop]):
+                block.content = run
+                block.content_position = position
+            start = stop
+
     def _stored_run(
-        self, request: Request, first: int, stop: int, block_size: int, group: int
+        self,
+        request: Request,
+        first: int,
+        stop: int,
+        block_size: int,
+        group: int,
+        hash_ratio: int,
     ) -> StoredRun:
         hashes = request.block_hashes
+        spec = self.config.groups[group].spec
         return StoredRun(
-            parent_hash=hashes[first - 1] if first else None,
-            hashes=hashes[first:stop],
+            parent_hash=hashes[first * hash_ratio - 1] if first else None,
+            hashes=hashes[(first + 1) * hash_ratio - 1 : stop * hash_ratio : hash_ratio],
             tokens=request.token_bytes(first * block_size, stop * block_size),
             block_size=block_size,
             extra_keys=(
@@ -357,27 +522,40 @@ class BlockPool:
             lora_id=request.lora_id,
             lora_name=request.extra.lora_name,
             group=group,
-            spec_kind=self.config.groups[group].spec.kind,
+            spec_kind=spec.kind,
+            sliding_window=spec.event_window,
             medium=self.medium,
         )
 
     def _record_stored(
-        self, request: Request, first: int, stop: int, block_size: int, group: int
+        self,
+        request: Request,
+        span: range,
+        positions: Sequence[int],
+        block_size: int,
+        group: int,
+        hash_ratio: int,
     ) -> None:
+        """vLLM's event of new hits at ``positions`` of a table, out of ``span``.
+
+        It tells the tokens of the whole span, and may tell no block at all.
+        """
         hashes = request.block_hashes
+        first, stop = span.start, span.stop
+        spec = self.config.groups[group].spec
+        extra_keys = [request.extra_keys_of(position, block_size) for position in positions]
         self._events.append(
             BlockStored(
-                block_hashes=list(hashes[first:stop]),
-                parent_block_hash=hashes[first - 1] if first else None,
+                block_hashes=[hashes[(position + 1) * hash_ratio - 1] for position in positions],
+                parent_block_hash=hashes[first * hash_ratio - 1] if first else None,
                 token_ids=request.token_bytes(first * block_size, stop * block_size),
                 block_size=block_size,
                 lora_id=request.lora_id,
                 lora_name=request.extra.lora_name,
-                extra_keys=[
-                    request.extra_keys_of(position, block_size) for position in range(first, stop)
-                ],
+                extra_keys=extra_keys or None,
                 group=group,
-                spec_kind=self.config.groups[group].spec.kind,
+                spec_kind=spec.kind,
                 medium=MEDIUM,
+                sliding_window=spec.event_window,
             )
         )

@@ -56,8 +56,11 @@ def _check_pool(pool: BlockPool, free_ids: list[int]) -> Iterable[str]:
             if not copies:
                 yield f"index: group {group} has an empty entry"
             for block in copies:
-                indexed[block.block_id] += 1
-                if block.block_hash != block_hash or block.group != group:
+                aliases = pool.partial.aliases(block)
+                if block.block_hash == block_hash or block_hash not in aliases:
+                    indexed[block.block_id] += 1
+                named = block.block_hash == block_hash or block_hash in aliases
+                if not named or block.group != group:
                     yield f"index: block {block.block_id} is under a hash that it does not have"
     held: Counter[int] = Counter()
     for block in pool.blocks:
@@ -74,6 +77,9 @@ def _check_pool(pool: BlockPool, free_ids: list[int]) -> Iterable[str]:
             yield f"{name}: has a hash: {block.block_hash is not None}, is in the index: " + str(
                 indexed[block.block_id]
             )
+        for alias in pool.partial.aliases(block):
+            if not pool.indexes[block.group].holds(alias, block):
+                yield f"{name}: an alias of it is not in the index"
         if block.block_hash is None and (block.content or block.pending_view or block.extra):
             yield f"{name}: has content or is pending without a hash"
         if block.block_hash is not None and block.extra is None:
@@ -115,6 +121,7 @@ def _check_references(
     exact: bool,
 ) -> Iterable[str]:
     references = Counter(block.block_id for block in detached)
+    references.update(block.block_id for blocks in pool.sink_blocks for block in blocks)
     for manager in managers:
         for group in manager.coordinator.managers:
             for table in group.req_to_blocks.values():

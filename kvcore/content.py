@@ -81,13 +81,15 @@ def _introduce(depot: Depot, session: Session, request_id: str, content: Content
     request = Request(
         request_id,
         hash_chain=(
-            depot.scheme.chain(depot.config.block_size, extra)
+            depot.scheme.chain(depot.config.hash_block_size, extra)
             if depot.config.enable_caching
             else None
         ),
         extra=extra,
         lora_id=content.lora_id,
-        num_prompt_tokens=num_prompt_tokens,
+        num_prompt_tokens=(
+            len(content.tokens) // TOKEN_BYTES if num_prompt_tokens is None else num_prompt_tokens
+        ),
         skip_reading_prefix_cache=content.skip_reading_prefix_cache,
         handle=depot.last_handle + 1,
     )
@@ -144,7 +146,15 @@ def _rewrite(session: Session, request: Request, offset: int, tokens: bytes) -> 
 
 def _truncate(session: Session, request: Request, num_tokens: int) -> None:
     managers = session.manager.coordinator.managers
+    num_computed = min(request.num_computed_tokens, num_tokens)
     for manager in managers:
+        if manager.has_released(request.request_id, num_computed, request.num_prompt_tokens):
+            raise FailedPrecondition(
+                f"what {manager.spec.kind} looks at from token {num_computed} on is released "
+                "already; free the request and introduce it again",
+                reason="WINDOW_RELEASED",
+                field="content.token_offset",
+            )
         table = manager.req_to_blocks.get(request.request_id, [])
         for block in table[num_tokens // manager.block_size :]:
             if block.block_hash is not None and block.ref_cnt > 1:
@@ -162,9 +172,9 @@ def _truncate(session: Session, request: Request, num_tokens: int) -> None:
         cached = manager.num_cached_blocks
         if cached.get(request.request_id, 0) > first:
             cached[request.request_id] = first
-        request.num_confirmed_blocks = min(request.num_confirmed_blocks, first)
+    request.num_confirmed_tokens = min(request.num_confirmed_tokens, num_tokens)
     request.truncate(num_tokens)
-    request.num_computed_tokens = min(request.num_computed_tokens, num_tokens)
+    request.num_computed_tokens = num_computed
     request.remembered_hit_tokens = 0
 
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from kvcore.block import KVCacheBlock
 from kvcore.block_pool import BlockPool
-from kvcore.errors import InvalidArgument
 from kvcore.request import Request
-from kvcore.single_type import make_manager
+from kvcore.single_type import SingleTypeKVCacheManager, make_manager
+from kvcore.spec import DepotConfig
 from kvcore.view import PoolView
 
 Tables = tuple[Sequence[KVCacheBlock], ...]
@@ -17,12 +17,33 @@ Tables = tuple[Sequence[KVCacheBlock], ...]
 
 
 class KVCacheCoordinator(ABC):
-    """Does to every group what is asked, and finds hits they agree on."""
+    """Does to every group what is asked, and finds hits they agree on.
 
-    def __init__(self, pool: BlockPool, view: PoolView) -> None:
+    ``num_uncached_common_prefix_tokens``: by how much the last hit was shorter than
+    the longest that a single kind of attention had, which some request before shared.
+    """
+
+    num_uncached_common_prefix_tokens = 0
+
+    def __init__(self, config: DepotConfig, pool: BlockPool, view: PoolView) -> None:
+        self.config = config
         self.pool = pool
         self.managers = tuple(
-            make_manager(group.spec, pool, view, i) for i, group in enumerate(pool.config.groups)
+            make_manager(config, pool, view, group) for group in range(len(config.kv_cache.groups))
+        )
+        # Those whose blocks hold the request's own tokens.
+        self.token_managers = tuple(
+            manager
+            for manager in self.managers
+            if manager.spec.holds_blocks and not manager.counts_encoder_tokens
+        )
+        # Those that do more than nothing, so that the others cost no call.
+        base = SingleTypeKVCacheManager
+        self._recycling = tuple(manager for manager in self.managers if manager.recycles)
+        self._stepping = tuple(
+            manager
+            for manager in self.managers
+            if type(manager).made_in_this_step is not base.made_in_this_step
         )
 
     def get_num_blocks_to_allocate(
@@ -31,14 +52,34 @@ class KVCacheCoordinator(ABC):
         num_tokens: int,
         new_computed_blocks: Tables,
         total_computed_tokens: int,
+        num_tokens_main_model: int,
+        num_encoder_tokens: int = 0,
+        apply_admission_cap: bool = False,
     ) -> int:
         """Free blocks it costs to give the request ``num_tokens`` slots in every group."""
         num_blocks = 0
         for manager, hit in zip(self.managers, new_computed_blocks, strict=True):
-            num_blocks += manager.get_num_blocks_to_allocate(
-                request_id, num_tokens, hit, total_computed_tokens
-            )
+            if manager.counts_encoder_tokens:
+                num_blocks += manager.get_num_blocks_to_allocate(
+                    request_id, num_encoder_tokens, (), 0, num_encoder_tokens, apply_admission_cap
+                )
+            else:
+                num_blocks += manager.get_num_blocks_to_allocate(
+                    request_id,
+                    num_tokens,
+                    hit,
+                    total_computed_tokens,
+                    num_tokens_main_model,
+                    apply_admission_cap,
+                )
         return num_blocks
+
+    def made_in_this_step(self, new_computed_blocks: Tables) -> bool:
+        """Whether a group's hit is computed only in the step that is under way."""
+        for manager in self._stepping:
+            if manager.made_in_this_step(new_computed_blocks[manager.group]):
+                return True
+        return False
 
     def allocate_new_computed_blocks(
         self,
@@ -66,11 +107,22 @@ class KVCacheCoordinator(ABC):
                 )
 
     def allocate_new_blocks(
-        self, request_id: str, num_tokens: int
+        self,
+        request_id: str,
+        num_tokens: int,
+        num_tokens_main_model: int,
+        num_encoder_tokens: int = 0,
     ) -> tuple[list[KVCacheBlock], ...]:
         """Grow the tables to ``num_tokens`` slots; the new blocks."""
         return tuple(
-            [manager.allocate_new_blocks(request_id, num_tokens) for manager in self.managers]
+            [
+                manager.allocate_new_blocks(
+                    request_id,
+                    num_encoder_tokens if manager.counts_encoder_tokens else num_tokens,
+                    num_tokens_main_model,
+                )
+                for manager in self.managers
+            ]
         )
 
     def cache_blocks(self, request: Request, num_tokens: int) -> None:
@@ -89,10 +141,12 @@ class KVCacheCoordinator(ABC):
             block for manager in self.managers for block in manager.pop_blocks_for_free(request_id)
         ]
 
-    def remove_skipped_blocks(self, request_id: str, total_computed_tokens: int) -> None:
+    def remove_skipped_blocks(
+        self, request_id: str, total_computed_tokens: int, num_prompt_tokens: int | None
+    ) -> None:
         """Free what no attention looks at any more."""
-        for manager in self.managers:
-            manager.remove_skipped_blocks(request_id, total_computed_tokens)
+        for manager in self._recycling:
+            manager.remove_skipped_blocks(request_id, total_computed_tokens, num_prompt_tokens)
 
     def get_blocks(self, request_id: str) -> tuple[list[KVCacheBlock], ...]:
         """The request's tables, empty if it has none."""
@@ -101,6 +155,11 @@ class KVCacheCoordinator(ABC):
     def get_num_common_prefix_blocks(self, request_id: str) -> list[int]:
         """Leading blocks that every request of this session shares, by group."""
         return [manager.get_num_common_prefix_blocks(request_id) for manager in self.managers]
+
+    def new_step_starts(self) -> None:
+        """A scheduler step begins."""
+        for manager in self._stepping:
+            manager.new_step_starts()
 
     @abstractmethod
     def find_longest_cache_hit(
@@ -124,22 +183,19 @@ class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
 class UnitaryKVCacheCoordinator(KVCacheCoordinator):
     """One group: its hit is the hit."""
 
+    def __init__(self, config: DepotConfig, pool: BlockPool, view: PoolView) -> None:
+        super().__init__(config, pool, view)
+        self.managers[0].use_eagle = 0 in config.eagle_group_ids
+
     def find_longest_cache_hit(
         self, block_hashes: Sequence[bytes], max_length: int
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
         manager = self.managers[0]
-        hit = manager.find_longest_cache_hit(block_hashes, max_length)
-        return (hit,), len(hit) * manager.block_size
-
-
-def make_coordinator(pool: BlockPool, view: PoolView) -> KVCacheCoordinator:
-    """The coordinator for the pool's groups."""
-    if not pool.enable_caching:
-        return KVCacheCoordinatorNoPrefixCache(pool, view)
-    if len(pool.config.groups) == 1:
-        return UnitaryKVCacheCoordinator(pool, view)
-    raise InvalidArgument(
-        f"prefix caching over {len(pool.config.groups)} KV cache groups is not supported; "
-        "give one group, or disable caching",
-        field="groups",
-    )
+        hit = manager.find_longest_cache_hit(
+            block_hashes,
+            max_length,
+            (0,),
+            drop_eagle_block=manager.use_eagle,
+            alignment_tokens=manager.block_size,
+        )
+        return hit, len(hit[0]) * manager.block_size

@@ -43,6 +43,7 @@ from kvcore.request import Request, RequestStatus
 from kvcore.reset import ResetMode, ResetResult, Resets, ResetScope
 from kvcore.residency import ResidencySampler
 from kvcore.session import DetachedBlocks, Session
+from kvcore.single_type import manager_class_for
 from kvcore.spec import DepotConfig
 from kvcore.step import apply_step
 
@@ -89,6 +90,8 @@ class Depot:
             self.scheme = make_scheme(config.hash_scheme, config.hash_seed)
         except ValueError as error:
             raise InvalidArgument(str(error), field="hash_scheme") from None
+        for group in config.kv_cache.groups:
+            manager_class_for(group.manager_spec)  # or refuse it here
         self.config = config
         self.epoch = secrets.token_hex(8)
         self.resets = Resets(self)
@@ -232,7 +235,15 @@ class Depot:
             return Hit(0, session.manager.empty_kv_cache_blocks.block_ids, request.handle)
         blocks, num_tokens = session.manager.get_computed_blocks(request)
         request.remembered_hit_tokens = num_tokens
-        return Hit(num_tokens, blocks.block_ids, request.handle)
+        coordinator = session.manager.coordinator
+        return Hit(
+            num_tokens,
+            blocks.block_ids,
+            request.handle,
+            0
+            if request.skip_reading_prefix_cache
+            else coordinator.num_uncached_common_prefix_tokens,
+        )
 
     def allocate_slots(
         self,
@@ -318,7 +329,8 @@ class Depot:
         if mode is FreeMode.FINISH:
             session.manager.free(request)
             return 0
-        blocks = session.manager.pop_blocks_for_free(request)
+        popped = session.manager.pop_blocks_for_free(request)
+        blocks = [block for block in popped if not block.is_null]
         if not blocks:
             return 0
         self._last_ticket += 1
@@ -397,8 +409,8 @@ class Depot:
             while at is not None and at in ready and at not in emitted:
                 emitted.add(at)
                 block = ready[at]
-                assert block.content is not None
-                event = block.content.event(block.content_position)
+                event = self.pool.stored_event(block, at[1])
+                assert event is not None
                 chain.append(event)
                 parent = event.parent_block_hash
                 at = None if parent is None else (block.group, parent)

@@ -23,6 +23,8 @@ class BlockStored:
     group: int
     spec_kind: str
     medium: str
+    # The window of a sliding window group, in tokens.
+    sliding_window: int | None = None
 
 
 @dataclass(slots=True)

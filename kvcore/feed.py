@@ -32,6 +32,7 @@ class StoredRun:
         "lora_name",
         "medium",
         "parent_hash",
+        "sliding_window",
         "spec_kind",
         "tokens",
     )
@@ -48,6 +49,7 @@ class StoredRun:
         lora_name: str | None,
         group: int,
         spec_kind: str,
+        sliding_window: int | None,
         medium: str,
     ) -> None:
         self.parent_hash = parent_hash
@@ -59,6 +61,7 @@ class StoredRun:
         self.lora_name = lora_name
         self.group = group
         self.spec_kind = spec_kind
+        self.sliding_window = sliding_window
         self.medium = medium
 
     def parent_of(self, position: int) -> bytes | None:
@@ -79,6 +82,7 @@ class StoredRun:
             group=self.group,
             spec_kind=self.spec_kind,
             medium=self.medium,
+            sliding_window=self.sliding_window,
         )
 
 

@@ -21,7 +21,7 @@ class SessionInfo:
     session_id: str
     name: str
     num_requests: int
-    # Entries of block tables and tickets.
+    # In block tables and tickets.
     num_blocks: int
     num_tokens: int
     num_tickets: int

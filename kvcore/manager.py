@@ -11,13 +11,19 @@ from dataclasses import dataclass
 
 from kvcore.block import KVCacheBlock
 from kvcore.block_pool import BlockPool
-from kvcore.coordinator import Tables, make_coordinator
+from kvcore.coordinator import Tables
+from kvcore.coordinator_factory import make_coordinator
 from kvcore.errors import InvalidArgument
 from kvcore.events import Event
-from kvcore.operation import NoFit
+from kvcore.operation import NoFit, NoFitReason
 from kvcore.request import Request, RequestStatus
-from kvcore.single_type import cdiv
-from kvcore.spec import DepotConfig
+from kvcore.spec import (
+    AttentionSpec,
+    CrossAttentionSpec,
+    DepotConfig,
+    EncoderOnlyAttentionSpec,
+    cdiv,
+)
 from kvcore.view import PoolView
 
 # Reading a member off its enum costs 0.1 us and more on Python 3.11.
@@ -51,6 +57,13 @@ class KVCacheBlocks:
         """Ids of the blocks that are no hits, of the only group."""
         assert len(self.blocks) == 1
         return [block.block_id for block in self.blocks[0] if block.block_hash is None]
+
+    def get_unhashed_block_ids_all_groups(self) -> list[list[int]]:
+        """Ids of the blocks that are no hits, by group; the null block is left out."""
+        return [
+            [block.block_id for block in group if block.block_hash is None and not block.is_null]
+            for group in self.blocks
+        ]
 
     def new_empty(self) -> KVCacheBlocks:
         """No blocks, of as many groups."""
@@ -96,7 +109,15 @@ class KVCacheManager:
         self.config = config
         self.block_pool = pool
         self.view = pool.open_view() if view is None else view
-        self.coordinator = make_coordinator(pool, self.view)
+        self.coordinator = make_coordinator(config, pool, self.view)
+        self._eagle_block_size = max(
+            (
+                manager.block_size
+                for manager in self.coordinator.managers
+                if manager.group in config.eagle_group_ids
+            ),
+            default=0,
+        )
         if not track_new_block_ids:
             for manager in self.coordinator.managers:
                 manager.new_block_ids = None
@@ -115,7 +136,8 @@ class KVCacheManager:
         return self.block_pool.usage
 
     def new_step_starts(self) -> None:
-        """Schedulers say so before each step; no kind of attention here acts on it."""
+        """Schedulers say so before each step: what the last one made can now be hit."""
+        self.coordinator.new_step_starts()
 
     def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
         """The statistics since the last call; None when they are not kept."""
@@ -144,10 +166,19 @@ class KVCacheManager:
                 stats.hits += num_hit_tokens
         return blocks, num_hit_tokens
 
-    def find_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int]:
-        """As get_computed_blocks, without counting it in the statistics."""
+    def find_computed_blocks(
+        self, request: Request, num_tokens_max: int | None = None
+    ) -> tuple[KVCacheBlocks, int]:
+        """As get_computed_blocks, without counting it in the statistics.
+
+        ``num_tokens_max``: the longest hit of at most so many tokens.
+        """
+        num_lookup_tokens = request.num_tokens - 1
+        if num_tokens_max is not None:
+            # An EAGLE group must see the block that it drops.
+            num_lookup_tokens = min(num_lookup_tokens, num_tokens_max + self._eagle_block_size)
         blocks, num_hit_tokens = self.coordinator.find_longest_cache_hit(
-            request.block_hashes, request.num_tokens - 1
+            request.block_hashes, num_lookup_tokens
         )
         return self.create_kv_cache_blocks(blocks), num_hit_tokens
 
@@ -161,6 +192,7 @@ class KVCacheManager:
         num_lookahead_tokens: int = 0,
         num_external_computed_tokens: int = 0,
         delay_cache_blocks: bool = False,
+        num_encoder_tokens: int = 0,
         full_sequence_must_fit: bool = False,
         reserved_blocks: int = 0,
         has_scheduled_reqs: bool = True,
@@ -169,7 +201,8 @@ class KVCacheManager:
 
         The table becomes: what the request holds, the hit (``new_computed_blocks``,
         of ``num_new_computed_tokens``), blocks for tokens computed elsewhere, blocks
-        for ``num_new_tokens`` and the lookahead. Full blocks become hits up to the
+        for ``num_new_tokens`` and the lookahead; in cross-attention groups, blocks for
+        ``num_encoder_tokens``. Full blocks become hits up to the
         request's last token, unless ``delay_cache_blocks``. None allocates nothing,
         and says why in ``last_refusal``. The watermark counts for waiting and
         preempted requests while others are scheduled.
@@ -187,6 +220,7 @@ class KVCacheManager:
             and not num_external_computed_tokens
             and not full_sequence_must_fit
             and not reserved_blocks
+            and not num_encoder_tokens
             and self.is_settled(
                 request, request.num_computed_tokens, num_new_tokens, num_lookahead_tokens
             )
@@ -202,34 +236,54 @@ class KVCacheManager:
         if has_scheduled_reqs and request.status is not _RUNNING:
             watermark = self.watermark_blocks
 
+        num_main = total_computed + num_new_tokens
+        num_slots = min(num_main + num_lookahead_tokens, self.max_model_len)
         if full_sequence_must_fit:
+            num_tokens = min(request.num_tokens, self.max_model_len)
             num_needed = coordinator.get_num_blocks_to_allocate(
-                request_id, min(request.num_tokens, self.max_model_len), hit, total_computed
+                request_id, num_tokens, hit, total_computed, num_tokens, num_encoder_tokens, True
             )
             num_free = pool.num_free_blocks(self.view)
             if num_needed + watermark > num_free:
                 self.last_refusal = NoFit(num_needed, num_free, 0, watermark)
                 return None
 
-        num_slots = min(total_computed + num_new_tokens + num_lookahead_tokens, self.max_model_len)
-        coordinator.remove_skipped_blocks(request_id, total_computed)
+        coordinator.remove_skipped_blocks(request_id, total_computed, request.num_prompt_tokens)
         num_needed = coordinator.get_num_blocks_to_allocate(
-            request_id, num_slots, hit, num_local + num_external_computed_tokens
+            request_id,
+            num_slots,
+            hit,
+            num_local + num_external_computed_tokens,
+            num_main,
+            num_encoder_tokens,
         )
         num_free = pool.num_free_blocks(self.view)
         if num_needed + watermark > num_free - reserved_blocks:
             self.last_refusal = NoFit(num_needed, num_free, reserved_blocks, watermark)
+            return None
+        if num_external_computed_tokens > 0:
+            num_needed += sum(
+                manager.num_uncounted_blocks(blocks, total_computed, num_main)
+                for manager, blocks in zip(coordinator.managers, hit, strict=True)
+            )
+            if num_needed > num_free:
+                self.last_refusal = NoFit(num_needed, num_free, 0, 0)
+                return None
+        if hit is not empty.blocks and coordinator.made_in_this_step(hit):
+            self.last_refusal = NoFit(
+                num_needed, num_free, reserved_blocks, watermark, NoFitReason.HIT_OF_THIS_STEP
+            )
             return None
 
         if hit is not empty.blocks or num_external_computed_tokens > 0:
             coordinator.allocate_new_computed_blocks(
                 request_id, hit, num_local, num_external_computed_tokens
             )
-        new_blocks = coordinator.allocate_new_blocks(request_id, num_slots)
+        new_blocks = coordinator.allocate_new_blocks(
+            request_id, num_slots, num_main, num_encoder_tokens
+        )
         if self.enable_caching and not delay_cache_blocks and not request.outlived_reset:
-            coordinator.cache_blocks(
-                request, min(total_computed + num_new_tokens, request.num_tokens)
-            )
+            coordinator.cache_blocks(request, min(num_main, request.num_tokens))
         return self.create_kv_cache_blocks(new_blocks)
 
     def is_settled(
@@ -278,9 +332,11 @@ class KVCacheManager:
         """Give back what pop_blocks_for_free answered, tail first."""
         self.block_pool.free(reversed(blocks), self.view)
 
-    def remove_skipped_blocks(self, request_id: str, total_computed_tokens: int) -> None:
+    def remove_skipped_blocks(
+        self, request_id: str, total_computed_tokens: int, num_prompt_tokens: int | None = None
+    ) -> None:
         """Free blocks that no attention looks at any more."""
-        self.coordinator.remove_skipped_blocks(request_id, total_computed_tokens)
+        self.coordinator.remove_skipped_blocks(request_id, total_computed_tokens, num_prompt_tokens)
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Make these blocks no hits any more."""
@@ -308,13 +364,21 @@ class KVCacheManager:
     def get_block_ids_for_computed_tokens(
         self, request_id: str, num_computed_tokens: int
     ) -> tuple[list[int], ...]:
-        """The part of the block table that holds ``num_computed_tokens``, by group."""
-        return tuple(
-            block_ids[: cdiv(num_computed_tokens, group.spec.block_size)]
-            for block_ids, group in zip(
-                self.get_block_ids(request_id), self.config.kv_cache.groups, strict=True
+        """The part of the block table that holds ``num_computed_tokens``, by group.
+
+        Blocks of states and of encoder tokens are answered in full.
+        """
+        clipped = []
+        for block_ids, group in zip(
+            self.get_block_ids(request_id), self.config.kv_cache.groups, strict=True
+        ):
+            spec = group.manager_spec
+            is_by_token = isinstance(spec, AttentionSpec) and not isinstance(
+                spec, CrossAttentionSpec | EncoderOnlyAttentionSpec
             )
-        )
+            stop = cdiv(num_computed_tokens, spec.block_size) if is_by_token else None
+            clipped.append(block_ids[:stop])
+        return tuple(clipped)
 
     def take_events(self) -> list[Event]:
         """vLLM's event feed since the last call."""

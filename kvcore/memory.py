@@ -1,10 +1,10 @@
 """The pool's bytes: one shared file mapping, zeroed, that other processes map too.
 
-A page is one block in one layer: ``[2, block_size, num_kv_heads, head_size]``, K then
-V. Two layouts of the same pages: "block" keeps all layers of a block together
-(``[num_blocks, group_size, page]``), "layer" all blocks of a layer
-(``[group_size, num_blocks, page]``). Layers at the same position of different groups
-share their pages, as their blocks are never in use by both.
+A page is one block in one layer; what it holds is in page.py. Two layouts of the same
+pages: "block" keeps all layers of a block together (``[num_blocks, group_size, page]``),
+"layer" all blocks of a layer (``[group_size, num_blocks, page]``). Layers of different
+groups share a place, as vLLM's KVCacheTensor.shared_by says: a block is never in use by
+two groups. Which place is whose says KVCacheConfig.places.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcore.errors import AlreadyExists, DataLoss, InvalidArgument, NotFound, ResourceExhausted
-from kvcore.spec import DepotConfig
+from kvcore.page import page_parts
+from kvcore.spec import (
+    DTYPE_BYTES,
+    DepotConfig,
+    KVCacheSpec,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -28,28 +33,69 @@ SUFFIX = ".pool"
 
 
 @dataclass(frozen=True, slots=True)
+class TensorView:
+    """A tensor over the mapping, all blocks in its first dimension; strides in elements."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class LayerLayout:
-    """Block ``b`` of the layer begins at ``offset_bytes + b * block_stride_bytes``."""
+    """Block ``b`` of the layer begins at ``offset_bytes + b * block_stride_bytes``.
+
+    ``views`` are those of page.page_parts, over all blocks.
+    """
 
     name: str
     offset_bytes: int
     block_stride_bytes: int
     group: int
+    views: tuple[TensorView, ...]
 
 
 def layer_layouts(config: DepotConfig) -> list[LayerLayout]:
-    """Where every layer lies, group by group."""
+    """Where every layer that keeps something lies, group by group.
+
+    InvalidArgument for pages that no tensor can lie over.
+    """
     cache = config.kv_cache
-    page = cache.page_size_bytes
-    if config.layout == "block":
-        layer_stride, block_stride = page, cache.group_size * page
-    else:
-        layer_stride, block_stride = cache.num_blocks * page, page
-    return [
-        LayerLayout(name, position * layer_stride, block_stride, group_id)
-        for group_id, group in enumerate(cache.groups)
-        for position, name in enumerate(group.layer_names)
-    ]
+    num_blocks = cache.num_blocks
+    sizes, places = cache.places
+    starts = [sum(sizes[:place]) for place in range(len(sizes))]
+    layouts = []
+    for group_id, group in enumerate(cache.groups):
+        if not group.holds_blocks:
+            continue
+        for name, spec in zip(group.layer_names, group.layer_specs, strict=True):
+            place = places[name]
+            offset, stride = starts[place], sum(sizes)
+            if config.layout == "layer":
+                offset, stride = offset * num_blocks, sizes[place]
+            views = _views(spec, num_blocks, offset, stride)
+            layouts.append(LayerLayout(name, offset, stride, group_id, views))
+    return layouts
+
+
+def _views(
+    spec: KVCacheSpec, num_blocks: int, offset_bytes: int, block_stride_bytes: int
+) -> tuple[TensorView, ...]:
+    views = []
+    for part in page_parts(spec):
+        itemsize = DTYPE_BYTES[part.dtype]
+        first = offset_bytes + part.offset_bytes
+        if first % itemsize or block_stride_bytes % itemsize:
+            raise InvalidArgument(
+                f"{part.dtype} cannot lie {first} bytes into the pool with {block_stride_bytes} "
+                f"from block to block: pad every page to a multiple of {itemsize} bytes",
+                field="page_size_padded",
+            )
+        strides = (block_stride_bytes // itemsize, *part.strides)
+        views.append(TensorView(part.name, part.dtype, (num_blocks, *part.shape), strides, first))
+    return tuple(views)
 
 
 class PoolMemory:
@@ -61,20 +107,25 @@ class PoolMemory:
     """
 
     def __init__(self, config: DepotConfig, directory: str, *, name: str) -> None:
-        for group in config.kv_cache.groups:
-            if group.spec.head_size_v not in (None, group.spec.head_size):
-                raise InvalidArgument(
-                    "the pool's memory needs K and V heads of one size", field="head_size_v"
-                )
         if not name or "/" in name:
             raise InvalidArgument(f"{name!r} cannot name a file", field="name")
         self.config = config
         self.nbytes = config.kv_cache.pool_bytes
         self.path = str(Path(directory) / (PREFIX + name + SUFFIX))
         self.layouts = {layout.name: layout for layout in layer_layouts(config)}
-        self._by_group = [
-            [layout for layout in self.layouts.values() if layout.group == group_id]
-            for group_id in range(len(config.kv_cache.groups))
+        # Where each layer's page of block 0 begins, from block to block, and its bytes.
+        self._pages = [
+            [
+                (layout.offset_bytes, layout.block_stride_bytes, spec.page_size_bytes)
+                for layout, spec in zip(
+                    (self.layouts[name] for name in group.layer_names),
+                    group.layer_specs,
+                    strict=True,
+                )
+            ]
+            if group.holds_blocks
+            else []
+            for group in config.kv_cache.groups
         ]
         self._fd = _create(self.path)
         try:
@@ -84,36 +135,29 @@ class PoolMemory:
             self.close()
             raise
 
-    def layer(self, name: str, *, kv_first: bool = False) -> torch.Tensor:
-        """A writable view ``(num_blocks, 2, block_size, num_kv_heads, head_size)``.
+    def layer(
+        self, name: str, *, kv_first: bool = False
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """A writable view of a layer, blocks first; of Mamba a tuple, one a state.
 
-        ``kv_first`` swaps the first two dimensions, over the same bytes. The view is
-        valid for as long as it lives, even after ``close``.
+        K and V apart: ``(num_blocks, 2, block_size, num_kv_heads, head_size)``, of which
+        ``kv_first`` swaps the first two dimensions over the same bytes. K and V heads of
+        two sizes: ``(num_blocks, block_size, num_kv_heads, head_size + head_size_v)``.
+        MLA: ``(num_blocks, block_size, head_size)``. Quantised heads carry their scale.
+        A view is valid for as long as it lives, even after ``close``.
         """
-        import torch
+        views = self._layout(name).views
+        if kv_first and (views[0].name != "kv" or len(views[0].shape) != 5):
+            raise InvalidArgument(f"layer {name!r} keeps no K and V apart", field="kv_first")
+        if views[0].name == "state":
+            return tuple([self._tensor(view) for view in views])
+        tensor = self._tensor(views[0])
+        return tensor.transpose(0, 1) if kv_first else tensor
 
-        layout = self._layout(name)
-        spec = self.config.kv_cache.groups[layout.group].spec
-        dtype = getattr(torch, spec.dtype)
-        token = spec.num_kv_heads * spec.head_size
-        view = torch.frombuffer(self._mapping, dtype=dtype).as_strided(
-            (
-                self.config.kv_cache.num_blocks,
-                2,
-                spec.block_size,
-                spec.num_kv_heads,
-                spec.head_size,
-            ),
-            (
-                layout.block_stride_bytes // dtype.itemsize,
-                spec.block_size * token,
-                token,
-                spec.head_size,
-                1,
-            ),
-            layout.offset_bytes // dtype.itemsize,
-        )
-        return view.transpose(0, 1) if kv_first else view
+    def parts(self, name: str) -> dict[str, torch.Tensor]:
+        """Views of what quantised K and V consist of: data and scales, by name."""
+        views = self._layout(name).views
+        return {view.name: self._tensor(view) for view in views if view.name[1:2] == "_"}
 
     def block_pages(self, block_id: int, group: int = 0) -> bytes:
         """A copy of the block's pages, layer by layer of the group.
@@ -123,14 +167,15 @@ class PoolMemory:
         """
         if not 0 <= block_id < self.config.kv_cache.num_blocks:
             raise InvalidArgument(f"there is no block {block_id}", field="block_id")
-        if not 0 <= group < len(self._by_group):
+        if not 0 <= group < len(self._pages):
             raise InvalidArgument(f"there is no group {group}", field="group")
-        layers = self._by_group[group]
-        page = self.config.kv_cache.groups[group].spec.page_size_bytes
-        starts = [la.offset_bytes + block_id * la.block_stride_bytes for la in layers]
-        if all(start == starts[0] + i * page for i, start in enumerate(starts)):
-            return self._read(starts[0], page * len(starts))
-        return b"".join(self._read(start, page) for start in starts)
+        pages = [(first + block_id * stride, n) for first, stride, n in self._pages[group]]
+        end = start = pages[0][0] if pages else 0
+        for page, nbytes in pages:
+            if page != end:
+                return b"".join(self._read(page, n) for page, n in pages)
+            end += nbytes
+        return self._read(start, end - start)
 
     def _read(self, offset: int, nbytes: int) -> bytes:
         read = os.pread(self._fd, nbytes, offset)
@@ -154,6 +199,15 @@ class PoolMemory:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    def _tensor(self, view: TensorView) -> torch.Tensor:
+        import torch
+
+        dtype: torch.dtype = getattr(torch, view.dtype)
+        count = self.nbytes // dtype.itemsize
+        return torch.frombuffer(self._mapping, dtype=dtype, count=count).as_strided(
+            view.shape, view.strides, view.offset_bytes // dtype.itemsize
+        )
 
     def _layout(self, name: str) -> LayerLayout:
         layout = self.layouts.get(name)

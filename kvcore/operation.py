@@ -77,14 +77,24 @@ class SlotRequest(NamedTuple):
     num_lookahead_tokens: int = 0
     num_external_computed_tokens: int = 0
     delay_cache_blocks: bool = False
+    num_encoder_tokens: int = 0
     full_sequence_must_fit: bool = False
     reserved_blocks: int = 0
     has_scheduled_reqs: bool = True
 
 
+class NoFitReason(IntEnum):
+    """Why an allocation was refused: blocks are missing, or the hit is a state that the
+    present step computes, which can be used from the next step on.
+    """
+
+    BLOCKS = 1
+    HIT_OF_THIS_STEP = 2
+
+
 @dataclass(frozen=True, slots=True)
 class SessionHold:
-    """Blocks that a session keeps from the others: entries of its tables and tickets, and
+    """Blocks that a session keeps from the others: those in its tables and tickets, and
     what it freed in steps that may still write.
 
     ``departed``: the session is over, and workers attached under it may still write.
@@ -104,6 +114,7 @@ class NoFit:
     free_blocks: int
     reserved_blocks: int
     watermark_blocks: int
+    reason: NoFitReason = NoFitReason.BLOCKS
     holders: tuple[SessionHold, ...] = ()
 
 
@@ -122,11 +133,16 @@ class SlotResult:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """The longest cached prefix of a request, in tokens and blocks."""
+    """The longest cached prefix of a request, in tokens and blocks.
+
+    ``num_uncached_common_prefix_tokens``: by how much it is shorter than the longest of a
+    single kind of attention.
+    """
 
     num_computed_tokens: int
     blocks: BlockTables
     handle: int
+    num_uncached_common_prefix_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

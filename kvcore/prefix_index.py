@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from kvcore.block import KVCacheBlock
+
+if TYPE_CHECKING:
+    from kvcore.view import PoolView
 
 Copies = KVCacheBlock | dict[int, KVCacheBlock]
 """One block, which is the usual case, or several by id in the order of insertion."""
@@ -50,3 +54,28 @@ class PrefixIndex:
                 return True
         del self.entries[block_hash]
         return False
+
+    def holds(self, block_hash: bytes, block: KVCacheBlock) -> bool:
+        """Whether ``block`` is a copy under this hash."""
+        entry = self.entries.get(block_hash)
+        return entry is block or (isinstance(entry, dict) and block.block_id in entry)
+
+
+def visible_blocks(
+    block_hash: bytes, indexes: Sequence[PrefixIndex], view: PoolView
+) -> list[KVCacheBlock] | None:
+    """The first copy in each index that ``view`` may read; None if one has none."""
+    found = []
+    for index in indexes:
+        entry = index.entries.get(block_hash)
+        if entry is None:
+            return None
+        copies = (entry,) if isinstance(entry, KVCacheBlock) else entry.values()
+        for block in copies:
+            pending = block.pending_view
+            if pending is None or pending is view:
+                found.append(block)
+                break
+        else:
+            return None
+    return found

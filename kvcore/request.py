@@ -37,12 +37,11 @@ class Request:
         "hash_chain",
         "lora_id",
         "num_computed_tokens",
-        "num_confirmed_blocks",
+        "num_confirmed_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "num_tokens",
         "outlived_reset",
-        "registered_from",
         "registered_step",
         "remembered_hit_tokens",
         "request_id",
@@ -80,10 +79,9 @@ class Request:
         self.outlived_reset = False
         # What the last lookup answered, in tokens; AllocateSlots may claim it.
         self.remembered_hit_tokens = 0
-        # Leading blocks of the table whose bytes CacheBlocks has confirmed.
-        self.num_confirmed_blocks = 0
-        # The first block that the last allocation registered, and its step.
-        self.registered_from = 0
+        # Leading tokens whose bytes CacheBlocks has confirmed.
+        self.num_confirmed_tokens = 0
+        # The view's step of the last allocation.
         self.registered_step = 0
 
     def append(self, tokens: bytes) -> None:
@@ -115,6 +113,5 @@ class Request:
         """The request holds no blocks any more."""
         self.num_computed_tokens = 0
         self.remembered_hit_tokens = 0
-        self.num_confirmed_blocks = 0
-        self.registered_from = 0
+        self.num_confirmed_tokens = 0
         self.outlived_reset = False

@@ -52,6 +52,7 @@ class Session:
         if step is None and completed_step is None:
             self.names_steps = False
             view.begin_step(view.step + 1, view.step)
+            self.manager.new_step_starts()
             return
         if step is None or completed_step is None:
             missing = "step" if step is None else "completed_step"
@@ -68,15 +69,19 @@ class Session:
                 field="context.step" if step < view.step else "context.completed_step",
             )
         self.names_steps = True
+        if step > view.step:
+            self.manager.new_step_starts()
         view.begin_step(step, completed_step)
 
     @property
     def num_blocks(self) -> int:
-        """Entries of its block tables and tickets. Costs little time a request."""
-        num_blocks = sum(len(detached.blocks) for detached in self.tickets.values())
+        """Blocks in its tables and tickets; the null block is none. Costs little time a request."""
+        num_blocks = sum(
+            not block.is_null for detached in self.tickets.values() for block in detached.blocks
+        )
         if self.requests:
             for manager in self.manager.coordinator.managers:
-                num_blocks += sum(map(len, manager.req_to_blocks.values()))
+                num_blocks += manager.num_blocks_held()
         return num_blocks
 
     def require_room(self) -> None:
@@ -127,14 +132,10 @@ class Session:
         hit: KVCacheBlocks | None = None,
         **options: Any,
     ) -> KVCacheBlocks | None:
-        """The manager's allocate_slots, remembering what it registered.
+        """The manager's allocate_slots, remembering when it was.
 
         ``options`` are the manager's. None leaves the request as it was.
         """
-        registered_from = self._num_registered(request)
-        if num_new_computed_tokens:
-            in_hit = num_new_computed_tokens // self.config.block_size
-            registered_from = max(registered_from, in_hit)
         before = request.num_computed_tokens
         request.num_computed_tokens = num_computed_tokens
         new_blocks = self.manager.allocate_slots(
@@ -143,34 +144,25 @@ class Session:
         if new_blocks is None:
             request.num_computed_tokens = before
         else:
-            request.registered_from = registered_from
             request.registered_step = self.view.step
         return new_blocks
 
     def settle(self, request: Request, num_computed_tokens: int) -> None:
         """As allocate, where the manager says that nothing would change."""
         request.num_computed_tokens = num_computed_tokens
-        request.registered_from = self._num_registered(request)
         request.registered_step = self.view.step
 
-    def _num_registered(self, request: Request) -> int:
-        """Leading blocks of the request that are hits, in the group that has the fewest."""
-        managers = self.manager.coordinator.managers
-        num_registered = managers[0].num_cached_blocks.get(request.request_id, 0)
-        for manager in managers[1:]:
-            num_registered = min(
-                num_registered, manager.num_cached_blocks.get(request.request_id, 0)
-            )
-        return num_registered
-
     def num_slots(self, request: Request) -> int:
-        """Token slots the request holds, in the group that holds the fewest."""
+        """Token slots the request holds, in the group that holds the fewest.
+
+        Without groups there is nothing to hold: as many as a request may have.
+        """
         return min(
             [
                 len(manager.req_to_blocks.get(request.request_id, ())) * manager.block_size
-                for manager in self.manager.coordinator.managers
+                for manager in self.manager.coordinator.token_managers
             ],
-            default=0,
+            default=self.config.max_model_len,
         )
 
     def forget_unwritten(self, request: Request) -> None:
@@ -180,31 +172,48 @@ class Session:
         """
         if self.names_steps and request.registered_step != self.view.step:
             return
-        for manager in self.manager.coordinator.managers:
-            table = manager.req_to_blocks.get(request.request_id, [])
+        pool = self.manager.block_pool
+        managers = self.manager.coordinator.managers
+        unwritten: set[int] = set()
+        for manager in managers:
+            step, first = manager.registered.get(request.request_id, (-1, 0))
+            if step != request.registered_step:
+                continue  # it registered nothing here
             # What CacheBlocks confirmed is written all the same.
-            last = table[max(request.registered_from, request.num_confirmed_blocks) :]
-            unwritten = {block.block_id for block in last if block.block_hash is not None}
-            for block in last:
-                self.manager.block_pool.forget(block)
-            for other in manager.req_to_blocks.values() if unwritten else ():
-                behind = False
-                for block in other:
-                    if behind and block.pending_view is self.view:
-                        self.manager.block_pool.forget(block)
-                    behind = behind or block.block_id in unwritten
+            first = max(first, request.num_confirmed_tokens // manager.block_size)
+            for block in manager.req_to_blocks.get(request.request_id, ())[first:]:
+                if block.block_hash is not None:
+                    unwritten.add(block.block_id)
+                    pool.forget(block)
+        for other in self.requests if unwritten else ():
+            # A window may have passed the block already, so one group speaks for all.
+            tainted = min(
+                (
+                    position * manager.block_size
+                    for manager in managers
+                    for position, block in enumerate(manager.req_to_blocks.get(other, ()))
+                    if block.block_id in unwritten
+                ),
+                default=None,
+            )
+            if tainted is not None:
+                for manager in managers:
+                    table = manager.req_to_blocks.get(other, ())
+                    for block in table[tainted // manager.block_size :]:
+                        if block.pending_view is self.view:
+                            pool.forget(block)
 
     def confirm(self, request: Request, num_tokens: int) -> None:
         """The bytes of the request's first ``num_tokens`` tokens are written."""
-        confirmed = 0
+        before = request.num_confirmed_tokens
         for manager in self.manager.coordinator.managers:
-            table = manager.req_to_blocks.get(request.request_id, [])
-            confirmed = num_tokens // manager.block_size
-            written = table[request.num_confirmed_blocks : confirmed]
+            table = manager.req_to_blocks.get(request.request_id, ())
+            size = manager.block_size
+            written = table[before // size : num_tokens // size]
             self.manager.block_pool.confirm(
                 [block for block in written if block.pending_view is not None]
             )
-        request.num_confirmed_blocks = max(request.num_confirmed_blocks, confirmed)
+        request.num_confirmed_tokens = max(before, num_tokens)
 
     def holds_blocks(self, request: Request) -> bool:
         """Whether the request has a table."""

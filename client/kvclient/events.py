@@ -15,6 +15,7 @@ class BlockStored:
     """Blocks of one chain that are here now, parent before child.
 
     ``token_ids`` are little-endian uint32, of all the blocks; ``extra_keys`` one a block.
+    ``sliding_window``, in tokens, is that of the group, None where it has none.
     """
 
     block_hashes: tuple[bytes, ...]
@@ -27,6 +28,7 @@ class BlockStored:
     group: int
     spec_kind: str
     medium: str
+    sliding_window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,11 @@ CacheLost passes through: make a new one over the reopened session, and admit th
 requests again.
 
 Not here: events come from the server's stream, so ``take_events`` has none; there is no
-``coordinator``.
+``coordinator`` with only what a Scheduler without connectors reads.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +20,8 @@ from typing import Any
 from kvclient.errors import BlocksInUse, InternalError, InvalidArgument, NotFound
 from kvclient.introduce import introduction
 from kvclient.session import Session
+from kvclient.session_tables import SessionTables
+from kvclient.tables import RequestTables
 from kvclient.values import (
     BlockTables,
     Cache,
@@ -38,11 +39,12 @@ from kvclient.values import (
 )
 
 _EXPECTED = (Outcome.OK, Outcome.NO_FIT, Outcome.HIT_CHANGED, Outcome.RESETTING)
+_KINDS_NOT_BY_TOKEN = ("mamba", "cross_attention", "encoder_only_attention")
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheBlocks:
-    """Block ids of one request, one list a KV cache group."""
+    """Block ids of one request, one list a KV cache group; 0 is the null block."""
 
     blocks: BlockTables
 
@@ -101,8 +103,8 @@ class _Known:
     num_tokens: int
     # Admitted: it grows by its handle.
     running: bool = False
-    # One list a group; None while it holds no blocks.
-    table: list[list[int]] | None = field(default=None)
+    # None while it holds no blocks.
+    tables: RequestTables | None = field(default=None)
 
 
 class BlockPool:
@@ -117,13 +119,21 @@ class BlockPool:
             self._manager.return_ticket(ticket)
 
 
+@dataclass(slots=True)
+class Coordinator:
+    """By how much the last hit was shorter than the longest of a single kind of attention."""
+
+    num_uncached_common_prefix_tokens: int = 0
+
+
 class KVCacheManager:
     """The cache of one scheduler, kept by a server.
 
     ``request`` is a vLLM Request or has its attributes. ``steps_in_flight`` is how many
     steps the scheduler runs ahead (1: synchronous, 2: vLLM's AsyncScheduler); other
     sessions hit a block when its step has ended. None: each call ends what was before
-    it, which a scheduler that waits for its workers may say.
+    it, which a scheduler that waits for its workers may say; not one with Mamba groups, whose
+    states of the present step must not be hit yet.
     """
 
     def __init__(
@@ -140,16 +150,14 @@ class KVCacheManager:
         self.empty_kv_cache_blocks = KVCacheBlocks(tuple([] for _ in groups))
         self.prefix_cache_stats: PrefixCacheStats | None = PrefixCacheStats() if log_stats else None
         self.block_pool = BlockPool(self)
-        self._block_sizes = [group.block_size for group in groups]
+        self.coordinator = Coordinator()
+        self._block_sizes = session.pool.table_block_sizes
         self._stream = session.step_stream()
         self._steps_in_flight = steps_in_flight
         self._step = 0
         self._known: dict[str, _Known] = {}
-        self._num_tables = 0
-        self._detached: dict[int, list[list[int]]] = {}
-        # References of this session to each block, by group.
-        self._references: list[Counter[int]] = [Counter() for _ in groups]
-        self._new_block_ids: list[list[int]] = [[] for _ in groups]
+        self._tables = SessionTables(session.pool)
+        self._detached: dict[int, BlockTables] = {}
         self._num_free_blocks: int | None = None
 
     def close(self) -> None:
@@ -168,6 +176,7 @@ class KVCacheManager:
             request.request_id, self._content(request), mark=self._mark()
         )
         self._sent(request, hit.handle)
+        self.coordinator.num_uncached_common_prefix_tokens = hit.num_uncached_common_prefix_tokens
         stats = self.prefix_cache_stats
         if stats is not None and self.enable_caching and not request.skip_reading_prefix_cache:
             stats.record(request.num_tokens, hit.num_computed_tokens, request.num_preemptions > 0)
@@ -200,6 +209,7 @@ class KVCacheManager:
             or delay_cache_blocks
             or full_sequence_must_fit
             or reserved_blocks
+            or num_encoder_tokens
         )
         if known is not None and known.running and plain:
             return self._grow(request, known, num_new_tokens, num_lookahead_tokens)
@@ -215,25 +225,37 @@ class KVCacheManager:
             full_sequence_must_fit=full_sequence_must_fit,
             reserved_blocks=reserved_blocks,
             has_scheduled_reqs=has_scheduled_reqs,
+            num_encoder_tokens=num_encoder_tokens,
         )
         reply = self._call(Step(((OperationKind.ADMIT, 1),), admissions=(slots,)))
         result = reply.admissions[0]
         self._check(result.outcome, reply)
         self._sent(request, result.handle)
+        known = self._known[request.request_id]
+        num_computed = (
+            request.num_computed_tokens
+            + slots.num_new_computed_tokens
+            + num_external_computed_tokens
+        )
+        if known.tables is not None:
+            known.tables.skip(num_computed)
         if result.outcome is not Outcome.OK:
             return None
-        known = self._known[request.request_id]
         known.running = known.running or not delay_cache_blocks
-        hit = result.hit_blocks or self.empty_kv_cache_blocks.blocks
-        self._extend(known, hit, is_new=False)
-        num_held = [len(blocks) for blocks in known.table or ()]
-        self._extend(known, result.new_blocks, is_new=True)
+        num_held = [len(blocks) for blocks in result.hit_blocks] or [0] * len(self._block_sizes)
+        if known.tables is None:
+            known.tables = self._tables.begin(
+                request.num_prompt_tokens,
+                result.hit_blocks,
+                result.new_blocks,
+                num_computed,
+                num_external_computed_tokens,
+            )
+        else:
+            self._tables.grow(known.tables, result.new_blocks)
         if num_external_computed_tokens == 0:
             return self._blocks(result.new_blocks)
         # Blocks for external tokens are in the table; new ones are those for what follows.
-        num_computed = (
-            request.num_computed_tokens + slots.num_new_computed_tokens
-        ) + num_external_computed_tokens
         return self._blocks(
             tuple(
                 blocks[max(0, -(-num_computed // block_size) - held) :]
@@ -268,9 +290,7 @@ class KVCacheManager:
         self._free(known, mode)
         if mode is FreeMode.FINISH:
             del self._known[request.request_id]
-        table = self._end_table(known)
-        if table is not None:
-            self._refer(table, -1)
+        self._tables.drop(self._end_table(known))
 
     def pop_blocks_for_free(self, request: Any) -> list[DetachedBlock]:
         """Ends the request, and keeps its blocks off the pool until they are freed."""
@@ -279,7 +299,7 @@ class KVCacheManager:
             return []
         ticket = self._free(known, FreeMode.DETACH)
         table = self._end_table(known)
-        if table is None:
+        if not ticket:
             return []
         self._detached[ticket] = table
         return [DetachedBlock(block_id, ticket) for group in table for block_id in group]
@@ -288,7 +308,7 @@ class KVCacheManager:
         """Gives popped blocks back to the pool, tail first."""
         table = self._detached.pop(ticket)
         self.session.return_blocks(ticket, mark=self._mark())
-        self._refer(table, -1)
+        self._tables.drop(table)
         self._num_free_blocks = None
 
     def reset_prefix_cache(
@@ -330,41 +350,47 @@ class KVCacheManager:
     def get_block_ids(self, request_id: str) -> BlockTables:
         """The request's block table, by group."""
         known = self._known.get(request_id)
-        if known is None or known.table is None:
+        if known is None or known.tables is None:
             return tuple([] for _ in self._block_sizes)
-        return tuple(list(blocks) for blocks in known.table)
+        return tuple(list(blocks) for blocks in known.tables.blocks)
 
     def get_block_ids_for_computed_tokens(
         self, request_id: str, num_computed_tokens: int
     ) -> BlockTables:
-        """The part of the block table that holds ``num_computed_tokens``, by group."""
+        """The part of the block table that holds ``num_computed_tokens``, by group.
+
+        Blocks of states and of encoder tokens are answered in full.
+        """
         return tuple(
-            blocks[: -(-num_computed_tokens // block_size)]
-            for blocks, block_size in zip(
-                self.get_block_ids(request_id), self._block_sizes, strict=True
+            blocks
+            if group.kind in _KINDS_NOT_BY_TOKEN
+            else blocks[: -(-num_computed_tokens // group.block_size)]
+            for blocks, group in zip(
+                self.get_block_ids(request_id), self.session.pool.groups, strict=True
             )
         )
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
-        """Leading blocks that all this session's requests share, by group."""
-        common = []
-        for blocks, references in zip(
-            self.get_block_ids(running_request_id), self._references, strict=True
-        ):
-            num_common = 0
-            while num_common < len(blocks) and references[blocks[num_common]] == self._num_tables:
-                num_common += 1
-            common.append(num_common)
-        return common
+        """Leading blocks that all this session's requests share, by group.
 
-    def remove_skipped_blocks(self, request_id: str, total_computed_tokens: int) -> None:
-        """Full attention looks at every block: none is skipped."""
+        None where blocks leave the tables of running requests.
+        """
+        return self._tables.num_common_prefix_blocks(self.get_block_ids(running_request_id))
+
+    def remove_skipped_blocks(
+        self, request_id: str, total_computed_tokens: int, num_prompt_tokens: int | None = None
+    ) -> None:
+        """Drops from the tables what no attention looks at any more.
+
+        On this side only: the server frees these blocks with the request's next call.
+        """
+        known = self._known.get(request_id)
+        if known is not None and known.tables is not None:
+            known.tables.skip(total_computed_tokens)
 
     def take_new_block_ids(self) -> list[int]:
         """Ids of the blocks taken since the last call, for zeroing."""
-        taken = [block_id for blocks in self._new_block_ids for block_id in blocks]
-        self._new_block_ids = [[] for _ in self._block_sizes]
-        return taken
+        return self._tables.take_new_block_ids()
 
     def take_events(self) -> list[Any]:
         """None: the server publishes them itself."""
@@ -400,12 +426,15 @@ class KVCacheManager:
         reply = self._call(Step(((OperationKind.GROW, 1),), grow=grow))
         outcome = self._check_column(reply.grow.outcomes, reply)
         self._sent(request, known.handle)
+        if known.tables is not None:
+            known.tables.skip(request.num_computed_tokens)
         if outcome is not Outcome.OK:
             return None
         new_blocks = tuple(
             reply.grow.new_blocks(group)[0] for group in range(self.num_kv_cache_groups)
         )
-        self._extend(known, new_blocks, is_new=True)
+        assert known.tables is not None
+        self._tables.grow(known.tables, new_blocks)
         return self._blocks(new_blocks)
 
     def _free(self, known: _Known, mode: FreeMode) -> int:
@@ -451,28 +480,9 @@ class KVCacheManager:
         known = self._known.setdefault(request.request_id, _Known(handle, 0))
         known.num_tokens = request.num_tokens
 
-    def _extend(self, known: _Known, blocks: BlockTables, *, is_new: bool) -> None:
-        if known.table is None:
-            known.table = [[] for _ in self._block_sizes]
-            self._num_tables += 1
-        for group, new in enumerate(blocks):
-            known.table[group].extend(new)
-            if is_new:
-                self._new_block_ids[group].extend(new)
-        self._refer(blocks, 1)
-
-    def _end_table(self, known: _Known) -> list[list[int]] | None:
-        table, known.table, known.running = known.table, None, False
-        if table is not None:
-            self._num_tables -= 1
-        return table
-
-    def _refer(self, table: Sequence[list[int]], change: int) -> None:
-        for blocks, references in zip(table, self._references, strict=True):
-            for block_id in blocks:
-                references[block_id] += change
-                if not references[block_id]:
-                    del references[block_id]
+    def _end_table(self, known: _Known) -> BlockTables:
+        tables, known.tables, known.running = known.tables, None, False
+        return self.empty_kv_cache_blocks.blocks if tables is None else self._tables.end(tables)
 
     def _blocks(self, blocks: BlockTables) -> KVCacheBlocks:
         return KVCacheBlocks(blocks) if any(blocks) else self.empty_kv_cache_blocks

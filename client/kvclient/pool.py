@@ -9,10 +9,11 @@ import mmap
 import os
 import weakref
 from collections.abc import Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from kvclient.errors import FailedPrecondition, InvalidArgument, NotFound
-from kvclient.values import KVCacheGroup, LayerLayout, PoolDescription
+from kvclient.values import KVCacheSpec, LayerLayout, PoolDescription, TensorView
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,6 +21,30 @@ if TYPE_CHECKING:
     import torch
 
     from kvclient.attachment import Attachment
+
+DTYPE_BYTES = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "uint8": 1,
+    "int8": 1,
+}
+"""Bytes of one element, by torch dtype name."""
+
+
+def row_shape(layout: LayerLayout) -> tuple[int, int, int]:
+    """Parts, rows a part and bytes a row of one page; see ``Pool.layer_bytes``."""
+    first = layout.views[0]
+    shape = first.shape[1:]
+    if len(shape) == 4:
+        parts, rows = shape[:2]
+    else:
+        parts, rows = 1, shape[0] if first.name == "kv" else 1
+    own = [view for view in layout.views if view.name == first.name]
+    nbytes = sum(prod(view.shape[1:]) * DTYPE_BYTES[view.dtype] for view in own)
+    return parts, rows, nbytes // (parts * rows)
 
 
 def map_pool(description: PoolDescription, attachment: Attachment | None = None) -> Pool:
@@ -71,43 +96,53 @@ class Pool:
         """Tokens a block, of the first group."""
         return self.description.groups[0].block_size
 
-    def layer(self, layer: str | int, *, kv_first: bool = False) -> torch.Tensor:
-        """A view ``(num_blocks, 2, block_size, num_kv_heads, head_size)`` of a layer.
+    def layer(
+        self, layer: str | int, *, kv_first: bool = False
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """A view of a layer, blocks first; of Mamba a tuple, one a state.
 
-        ``layer`` is a name, or a position in ``layer_names``. ``kv_first`` swaps the
-        first two dimensions. In block layout no flat view of all slots exists: index
-        ``(slot // block_size, 0 or 1, slot % block_size)``, as ``write_slots`` does.
+        ``layer`` is a name, or a position in ``layer_names``. Full attention, windows,
+        chunks and cross attention: ``(num_blocks, 2, block_size, num_kv_heads,
+        head_size)``, of which ``kv_first`` swaps the first two dimensions. Heads of two
+        sizes: ``(num_blocks, block_size, num_kv_heads, head_size + head_size_v)``. MLA:
+        ``(num_blocks, block_size, head_size)``. In block layout no flat view of all slots
+        exists: index ``(slot // block_size, 0 or 1, slot % block_size)``, as
+        ``write_slots`` does.
         """
-        import torch
+        layout = self._find(layer)
+        first = layout.views[0]
+        if kv_first and (first.name != "kv" or len(first.shape) != 5):
+            raise InvalidArgument(f"layer {layout.name!r} keeps no K and V apart", field="kv_first")
+        if first.name == "state":
+            return tuple([self._tensor(view) for view in layout.views])
+        tensor = self._tensor(first)
+        return tensor.transpose(0, 1) if kv_first else tensor
 
-        layout, group = self._find(layer)
-        dtype = getattr(torch, group.dtype)
-        token = group.num_kv_heads * group.head_size
-        view = torch.frombuffer(self._mapping, dtype=dtype).as_strided(
-            (self.num_blocks, 2, group.block_size, group.num_kv_heads, group.head_size),
-            (
-                layout.block_stride_bytes // dtype.itemsize,
-                group.block_size * token,
-                token,
-                group.head_size,
-                1,
-            ),
-            layout.offset_bytes // dtype.itemsize,
-        )
-        return view.transpose(0, 1) if kv_first else view
+    def parts(self, layer: str | int) -> dict[str, torch.Tensor]:
+        """Views of what quantised K and V consist of.
+
+        ``k_scale`` and ``v_scale``, and of nvfp4 also ``k_data`` and ``v_data``, blocks first.
+        Empty for a layer that is not quantised.
+        """
+        views = self._find(layer).views
+        return {view.name: self._tensor(view) for view in views if view.name[1:2] == "_"}
 
     def layer_bytes(self, layer: str | int) -> npt.NDArray[np.uint8]:
-        """A view ``(num_blocks, 2, block_size, bytes)`` of a layer; needs no torch."""
+        """A view ``(num_blocks, parts, rows, bytes)`` of a layer; needs no torch.
+
+        Parts are K and V, or 1 where they lie together. A row is a token, or the tokens
+        that the layer compresses together; of Mamba all the state is one row.
+        """
         import numpy as np
 
-        layout, group = self._find(layer)
-        token = group.page_size_bytes // (2 * group.block_size)
+        layout = self._find(layer)
+        parts, rows, row = row_shape(layout)
         return np.ndarray(
-            (self.num_blocks, 2, group.block_size, token),
+            (self.num_blocks, parts, rows, row),
             np.uint8,
             buffer=self._mapping,
             offset=layout.offset_bytes,
-            strides=(layout.block_stride_bytes, group.block_size * token, token, 1),
+            strides=(layout.block_stride_bytes, rows * row, row, 1),
         )
 
     def write_slots(
@@ -115,30 +150,49 @@ class Pool:
         layer: str | int,
         slots: Sequence[int] | torch.Tensor,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None = None,
     ) -> None:
         """Stores one K and one V a slot, each ``(num_slots, num_kv_heads, head_size)``.
 
-        Slots of -1 are padding: their rows are skipped.
+        Of MLA, ``key`` is the one vector, ``(num_slots, head_size)``. Slots of -1 are
+        padding: their rows are skipped.
         """
         import torch
 
-        view = self.layer(layer)
+        view = self._slotted(layer)
         index = torch.as_tensor(slots, dtype=torch.int64)
         real = index >= 0
-        blocks, offsets = self._split(index[real], view.shape[2])
-        view[blocks, 0, offsets] = key[real]
-        view[blocks, 1, offsets] = value[real]
+        blocks, offsets = self._split(index[real], view.shape[-3 if view.dim() > 3 else 1])
+        if view.dim() == 5:
+            if value is None:
+                raise InvalidArgument("the layer keeps K and V apart: give both", field="value")
+            view[blocks, 0, offsets] = key[real]
+            view[blocks, 1, offsets] = value[real]
+        else:
+            row = key if value is None else torch.cat((key, value), dim=-1)
+            view[blocks, offsets] = row[real]
 
     def read_slots(
         self, layer: str | int, slots: Sequence[int] | torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of K and V at the slots, each ``(num_slots, num_kv_heads, head_size)``."""
+        """Copies of K and V at the slots, each ``(num_slots, num_kv_heads, head_size)``.
+
+        Of MLA both are the one vector, ``(num_slots, head_size)``.
+        """
         import torch
 
-        view = self.layer(layer)
-        blocks, offsets = self._split(torch.as_tensor(slots, dtype=torch.int64), view.shape[2])
-        return view[blocks, 0, offsets], view[blocks, 1, offsets]
+        view = self._slotted(layer)
+        blocks, offsets = self._split(
+            torch.as_tensor(slots, dtype=torch.int64), view.shape[-3 if view.dim() > 3 else 1]
+        )
+        if view.dim() == 5:
+            return view[blocks, 0, offsets], view[blocks, 1, offsets]
+        rows = view[blocks, offsets]
+        spec = self._spec(layer)
+        if not spec.head_size_v:
+            return rows, rows
+        head_size = spec.head_size
+        return rows[..., :head_size], rows[..., head_size:]
 
     def block_table(
         self, tables: Sequence[Sequence[int]], width: int | None = None
@@ -157,11 +211,33 @@ class Pool:
             raise InvalidArgument("a slot is outside the pool", field="slots")
         return slots // block_size, slots % block_size
 
-    def _find(self, layer: str | int) -> tuple[LayerLayout, KVCacheGroup]:
+    def _slotted(self, layer: str | int) -> torch.Tensor:
+        view = self.layer(layer)
+        if isinstance(view, tuple):
+            raise InvalidArgument("a Mamba layer keeps states, no slots", field="layer")
+        return view
+
+    def _tensor(self, view: TensorView) -> torch.Tensor:
+        import torch
+
+        dtype: torch.dtype = getattr(torch, view.dtype)
+        count = len(self._mapping) // dtype.itemsize
+        return torch.frombuffer(self._mapping, dtype=dtype, count=count).as_strided(
+            view.shape, view.strides, view.offset_bytes // dtype.itemsize
+        )
+
+    def _spec(self, layer: str | int) -> KVCacheSpec:
+        layout = self._find(layer)
+        group = self.description.groups[layout.group]
+        if not group.layer_specs:
+            return group.spec
+        return group.layer_specs[group.layer_names.index(layout.name)]
+
+    def _find(self, layer: str | int) -> LayerLayout:
         name = layer
         if isinstance(layer, int) and 0 <= layer < len(self.layer_names):
             name = self.layer_names[layer]
         layout = self._layouts.get(name) if isinstance(name, str) else None
         if layout is None:
             raise NotFound(f"there is no layer {layer!r}", reason="UNKNOWN_LAYER", field="layer")
-        return layout, self.description.groups[layout.group]
+        return layout

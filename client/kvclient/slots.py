@@ -1,6 +1,7 @@
 """Block tables and slot mappings, as attention kernels take them. Plain lists.
 
-A slot is a token's place in the pool: ``block_id * block_size + offset``.
+A slot is a token's place in the pool: ``block_id * block_size + offset``. Where a table
+holds the null block (id 0) nothing is kept: such tokens have no slot, but -1.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 SLOT_PADDING = -1
-TABLE_PADDING = 0
+TABLE_PADDING = NULL_BLOCK = 0
 
 
 def slot_mapping(
@@ -35,11 +36,25 @@ def slot_mapping(
     while start < end:
         offset = start % block_size
         run = min(block_size - offset, end - start)
-        first = block_ids[start // block_size] * block_size + offset
-        slots.extend(range(first, first + run))
+        block_id = block_ids[start // block_size]
+        if block_id == NULL_BLOCK:
+            slots.extend([SLOT_PADDING] * run)
+        else:
+            first = block_id * block_size + offset
+            slots.extend(range(first, first + run))
         start += run
     slots.extend([SLOT_PADDING] * padding)
     return slots
+
+
+def slot_mappings(
+    tables: Sequence[Sequence[int]], block_sizes: Sequence[int], start: int, num_tokens: int
+) -> list[list[int]]:
+    """``slot_mapping`` in every KV cache group: one table and one block size a group."""
+    return [
+        slot_mapping(table, block_size, start, num_tokens)
+        for table, block_size in zip(tables, block_sizes, strict=True)
+    ]
 
 
 def block_table(tables: Sequence[Sequence[int]], width: int | None = None) -> list[list[int]]:

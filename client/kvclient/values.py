@@ -29,9 +29,12 @@ __all__ = [
     "GrowResults",
     "Hit",
     "KVCacheGroup",
+    "KVCacheSpec",
     "LayerLayout",
+    "MambaState",
     "MultimodalItem",
     "NoFit",
+    "NoFitReason",
     "OperationError",
     "OperationKind",
     "Outcome",
@@ -45,6 +48,7 @@ __all__ = [
     "Step",
     "StepMark",
     "StepResult",
+    "TensorView",
     "Tokens",
     "int32_column",
     "int32s",
@@ -52,7 +56,7 @@ __all__ = [
 ]
 
 BlockTables = tuple[list[int], ...]
-"""Block ids, one list a KV cache group."""
+"""Block ids, one list a KV cache group; 0, the null block, where nothing is kept."""
 Tokens = bytes | Sequence[int]
 """Token ids, or the same as little-endian uint32."""
 Column = bytes | Sequence[int]
@@ -103,6 +107,15 @@ class OperationKind(IntEnum):
     GROW = 2
     CACHE = 3
     FREE = 4
+
+
+class NoFitReason(IntEnum):
+    """Why an allocation was refused: too few free blocks, or the hit is a Mamba state that
+    the present step computes, and can be hit from the next one on.
+    """
+
+    BLOCKS = 1
+    HIT_OF_THIS_STEP = 2
 
 
 class FreeMode(IntEnum):
@@ -163,7 +176,8 @@ class SlotRequest:
     ``num_new_tokens`` None: all that are left after the hit, at most
     ``max_new_tokens``, a chunk that does not reach the end rounded down to
     ``new_tokens_alignment``. ``lookup``: look up now, instead of taking
-    ``num_new_computed_tokens`` of the last lookup.
+    ``num_new_computed_tokens`` of the last lookup. ``num_encoder_tokens`` get slots in
+    cross-attention groups.
     """
 
     request_id: str
@@ -180,6 +194,7 @@ class SlotRequest:
     full_sequence_must_fit: bool = False
     reserved_blocks: int = 0
     has_scheduled_reqs: bool = True
+    num_encoder_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,11 +249,16 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """The longest cached prefix. ``handle`` names the request in Steps."""
+    """The longest cached prefix. ``handle`` names the request in Steps.
+
+    ``num_uncached_common_prefix_tokens``: by how much it is shorter than the longest of a
+    single kind of attention.
+    """
 
     num_computed_tokens: int
     blocks: BlockTables
     handle: int
+    num_uncached_common_prefix_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,12 +273,13 @@ class SessionHold:
 
 @dataclass(frozen=True, slots=True)
 class NoFit:
-    """Why an allocation was refused, in blocks, and who holds the most of them."""
+    """Why an allocation was refused, counts in blocks, and who holds the most of them."""
 
     needed_blocks: int
     free_blocks: int
     reserved_blocks: int
     watermark_blocks: int
+    reason: NoFitReason = NoFitReason.BLOCKS
     holders: tuple[SessionHold, ...] = ()
 
 
@@ -366,33 +387,90 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True)
-class KVCacheGroup:
-    """Layers that share block tables. ``block_size`` is in tokens, a page is one block of one
-    layer."""
+class MambaState:
+    """One tensor of a Mamba layer's state."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVCacheSpec:
+    """What a layer keeps of each token, and for how long.
+
+    ``kind`` is vLLM's name of it, ``block_size`` is in tokens, a page is one block of one
+    layer, padding included. ``head_size_v`` 0: K and V are one vector. Windows are in
+    tokens, and None where the kind has none.
+    """
 
     kind: str
     block_size: int
-    num_kv_heads: int
-    head_size: int
-    dtype: str
     page_size_bytes: int
+    num_kv_heads: int = 0
+    head_size: int = 0
+    head_size_v: int = 0
+    dtype: str = ""
+    kv_quant_mode: str = "none"
+    sliding_window: int | None = None
+    attention_chunk_size: int | None = None
+    rswa_window: int | None = None
+    sink_len: int | None = None
+    mamba_states: tuple[MambaState, ...] = ()
+    mamba_cache_mode: str | None = None
+    num_speculative_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheGroup:
+    """Layers that share block tables. ``layer_specs``: one a layer, where they differ."""
+
+    spec: KVCacheSpec
     layer_names: tuple[str, ...]
+    layer_specs: tuple[KVCacheSpec, ...] = ()
+    is_eagle_group: bool = False
+
+    @property
+    def kind(self) -> str:
+        """Of attention."""
+        return self.spec.kind
+
+    @property
+    def block_size(self) -> int:
+        """Tokens a block, on one rank."""
+        return self.spec.block_size
+
+
+@dataclass(frozen=True, slots=True)
+class TensorView:
+    """A tensor over the pool's mapping, blocks first; strides are in elements."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class LayerLayout:
-    """Block ``b`` of the layer begins at ``offset_bytes + b * block_stride_bytes``."""
+    """Block ``b`` of the layer begins at ``offset_bytes + b * block_stride_bytes``.
+
+    ``views`` begin with the layer's own tensor, of Mamba its states; behind it, where K
+    and V are quantised, its parts.
+    """
 
     name: str
     offset_bytes: int
     block_stride_bytes: int
     group: int
+    views: tuple[TensorView, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class PoolDescription:
     """A server's pool; block 0 is never handed out. ``mapping_path`` is empty when the
-    server keeps no bytes."""
+    server keeps no bytes. Hits are multiples of ``scheduler_block_size`` tokens.
+    """
 
     epoch: str
     fingerprint: str
@@ -407,6 +485,15 @@ class PoolDescription:
     hash_block_size: int
     max_model_len: int
     enable_prefix_caching: bool
+    scheduler_block_size: int
+    decode_context_parallel_size: int
+    prefill_context_parallel_size: int
+
+    @property
+    def table_block_sizes(self) -> tuple[int, ...]:
+        """Tokens that one entry of a block table stands for, by group, over all ranks."""
+        ranks = self.decode_context_parallel_size * self.prefill_context_parallel_size
+        return tuple(group.block_size * ranks for group in self.groups)
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,6 +94,7 @@ class CacheService:
                 blocks=convert.block_tables(hit.blocks),
                 handle=hit.handle,
                 epoch=self._epoch,
+                num_uncached_common_prefix_tokens=hit.num_uncached_common_prefix_tokens,
             )
 
         return self._node.call("GetComputedBlocks", request.context, operate)

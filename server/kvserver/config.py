@@ -20,12 +20,14 @@ import yaml
 
 from kvcore.errors import KVDepotError
 from kvcore.hashing import SCHEMES
-from kvcore.spec import DTYPE_BYTES, DepotConfig, KVCacheConfig, num_blocks_for
+from kvcore.spec import DTYPE_BYTES, DepotConfig, KVCacheConfig, KVCacheGroup, num_blocks_for
 from kvserver import environment
-from kvserver.presets import MODELS, ModelShape
+from kvserver.groups import parse_groups
+from kvserver.presets import MODELS
 from kvserver.spelling import did_you_mean
 
 _DEFAULT_CAPACITY_TOKENS = 65_536
+_DEFAULT_MODEL = "tiny"
 
 
 class ConfigError(ValueError):
@@ -90,6 +92,16 @@ def _boolean(value: Any) -> bool:
     return words[str(value).lower()]
 
 
+def _groups(value: Any) -> tuple[KVCacheGroup, ...]:
+    """Groups from a file's list, or from YAML in a flag or variable."""
+    if isinstance(value, str):
+        try:
+            value = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ValueError(f"is no YAML: {error}") from None
+    return parse_groups(value)
+
+
 def _option(default: Any, parse: Callable[[Any], Any], text: str, metavar: str = "") -> Any:
     return field(default=default, metadata={"parse": parse, "help": text, "metavar": metavar})
 
@@ -115,7 +127,15 @@ class ServerConfig:
     insecure_bind: bool = _option(
         False, _boolean, "allow an address that is not loopback, without encryption"
     )
-    model: str = _option("tiny", _choice(*MODELS), "shape preset", _one_of(*MODELS))
+    model: str | None = _option(
+        None,
+        _text,
+        f"shape preset: {', '.join(MODELS)} (default {_DEFAULT_MODEL}); with --groups any name",
+        "NAME",
+    )
+    groups: tuple[KVCacheGroup, ...] | None = _option(
+        None, _groups, "KV cache groups, instead of a preset's: a list of mappings", "YAML"
+    )
     weights_revision: str = _option(
         "", _text, "revision of the weights, part of the fingerprint", "NAME"
     )
@@ -131,7 +151,7 @@ class ServerConfig:
     dtype: str | None = _option(
         None, _choice(*DTYPE_BYTES), "dtype, instead of the preset's", _one_of(*DTYPE_BYTES)
     )
-    block_size: int = _option(16, _integer(1, 65536), "tokens a block", "TOKENS")
+    block_size: int = _option(16, _integer(1, 65536), "tokens a block of a preset", "TOKENS")
     num_blocks: int | None = _option(
         None, _integer(2, _INT32_MAX), "size of the pool in blocks, the null block among them", "N"
     )
@@ -170,6 +190,27 @@ class ServerConfig:
     max_model_len: int = _option(
         131_072, _integer(1, _INT32_MAX), "longest sequence, in tokens", "TOKENS"
     )
+    max_num_batched_tokens: int | None = _option(
+        None, _integer(1, _INT32_MAX), "most tokens of a step (default: --max-model-len)", "TOKENS"
+    )
+    use_eagle: bool = _option(
+        False, _boolean, "a draft model reads the cache: hits leave out their last block"
+    )
+    hash_block_size: int | None = _option(
+        None,
+        _integer(1, 1 << 20),
+        "tokens a hash (default: what all groups' block sizes are multiples of)",
+        "TOKENS",
+    )
+    prefix_cache_retention_interval: int | None = _option(
+        None,
+        _integer(0, _INT32_MAX),
+        "keep windows and states at every so many tokens; 0: at the prompt's end only "
+        "(default: at every boundary)",
+        "TOKENS",
+    )
+    dcp_world_size: int = _option(1, _integer(1, 4096), "ranks of decode context parallelism", "N")
+    pcp_world_size: int = _option(1, _integer(1, 4096), "ranks of prefill context parallelism", "N")
     max_sessions: int = _option(1024, _integer(1, 1 << 20), "sessions that are open at a time", "N")
     max_requests_per_session: int = _option(
         65_536, _integer(1, 1 << 24), "requests that a session has at a time", "N"
@@ -238,26 +279,38 @@ class ServerConfig:
         10.0, _real(0.0, 3600), "how long a stop waits for sessions", "SECONDS"
     )
 
-    def shape(self) -> ModelShape:
-        """The preset, with what the options override."""
+    def kv_cache_groups(self) -> tuple[KVCacheGroup, ...]:
+        """The groups given, or the preset's with what options override. Raises ConfigError."""
         names = ("num_layers", "num_kv_heads", "head_size", "dtype")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return replace(MODELS[self.model], **given)
+        if self.groups is not None:
+            if given:
+                raise ConfigError(f"{' and '.join(given)} cannot override groups: change them")
+            return self.groups
+        name = _DEFAULT_MODEL if self.model is None else self.model
+        shape = MODELS.get(name)
+        if shape is None:
+            raise ConfigError(
+                f"--model: must be one of {', '.join(MODELS)}, or come with --groups; got {name!r}"
+            )
+        try:
+            return replace(shape, **given).groups(self.block_size)  # type: ignore[type-var]
+        except KVDepotError as error:
+            raise ConfigError(f"--model {name}: {error.field}: {error.message}") from error
 
     def depot_config(self) -> DepotConfig:
         """What the core is built from. Raises ConfigError."""
+        groups = self.kv_cache_groups()
         try:
-            groups = self.shape().groups(self.block_size)
             num_blocks = self.num_blocks
             if self.memory_bytes is not None:
                 num_blocks = num_blocks_for(self.memory_bytes, groups)
             elif num_blocks is None:
                 tokens = self.capacity_tokens or _DEFAULT_CAPACITY_TOKENS
-                if tokens < self.block_size:
-                    raise ConfigError(
-                        f"{tokens} tokens are less than one block of {self.block_size}"
-                    )
-                num_blocks = tokens // self.block_size + 1
+                num_blocks = _num_blocks_of(tokens, groups)
+                if not num_blocks:
+                    raise ConfigError(f"{tokens} tokens are less than one block of every group")
+                num_blocks += 1
             return DepotConfig(
                 KVCacheConfig(num_blocks, groups),
                 max_model_len=self.max_model_len,
@@ -265,7 +318,7 @@ class ServerConfig:
                 hash_scheme=self.hash_scheme,
                 hash_seed=self.hash_seed,
                 watermark=self.watermark,
-                model=self.model,
+                model=self.model or ("" if self.groups is not None else _DEFAULT_MODEL),
                 weights_revision=self.weights_revision,
                 layout=self.layout,
                 residency_sample_rate=self.residency_sample_rate,
@@ -273,6 +326,12 @@ class ServerConfig:
                 max_requests_per_session=self.max_requests_per_session,
                 max_tokens_per_session=self.max_tokens_per_session,
                 max_workers_per_session=self.max_workers_per_session,
+                max_num_batched_tokens=self.max_num_batched_tokens,  # type: ignore[arg-type]
+                hash_block_size=self.hash_block_size,  # type: ignore[arg-type]
+                use_eagle=self.use_eagle,
+                prefix_cache_retention_interval=self.prefix_cache_retention_interval,
+                dcp_world_size=self.dcp_world_size,
+                pcp_world_size=self.pcp_world_size,
             )
         except KVDepotError as error:
             raise ConfigError(error.message) from error
@@ -282,6 +341,12 @@ class ServerConfig:
         if self.mapping_dir:
             return self.mapping_dir
         return "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
+
+
+def _num_blocks_of(num_tokens: int, groups: tuple[KVCacheGroup, ...]) -> int:
+    """Blocks that hold so many tokens, were every group to keep them all."""
+    sizes = [group.spec.block_size for group in groups if group.holds_blocks]
+    return num_tokens // min(sizes) * len(sizes) if sizes else 1
 
 
 def split_address(address: str, *, option: str) -> tuple[str, int]:
@@ -392,7 +457,8 @@ def _parsed(option: Field[Any], value: Any, source: str) -> Any:
     try:
         return option.metadata["parse"](value)
     except ValueError as error:
-        raise ConfigError(f"{source}: {error}") from None
+        text = str(error)  # may begin with a path within the option
+        raise ConfigError(source + ("" if text.startswith("[") else ": ") + text) from None
 
 
 def _read_file(path: str, options: Mapping[str, Field[Any]]) -> dict[str, Any]:
@@ -435,8 +501,14 @@ def _check(config: ServerConfig, sources: Mapping[str, str]) -> None:
             f"{ttl} {config.lease_ttl_seconds:g} is more than {most} "
             f"{config.lease_ttl_seconds_max:g}"
         )
+    config.kv_cache_groups()  # whose errors say where
     try:
         config.depot_config()
-    except ConfigError as error:  # sizes only: ranges are checked
-        source = (*given, sources.get("block_size", "--capacity-tokens"))[0]
+    except ConfigError as error:
+        cause = error.__cause__
+        name = cause.field if isinstance(cause, KVDepotError) else ""
+        if name in config.__slots__ and name != "num_blocks":
+            source = sources.get(name, flag_of(name))
+        else:  # of its size
+            source = (*given, sources.get("block_size", "--capacity-tokens"))[0]
         raise ConfigError(f"{source}: {error}") from error

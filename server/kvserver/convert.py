@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from heapq import heappop, heappush
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvcore.errors import InvalidArgument
 from kvcore.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
@@ -25,7 +25,16 @@ from kvcore.operation import (
     StepResult,
 )
 from kvcore.reset import ResetMode, ResetResult, ResetScope
-from kvcore.spec import DepotConfig
+from kvcore.spec import (
+    AttentionSpec,
+    DepotConfig,
+    KVCacheGroup,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    UniformTypeKVCacheSpecs,
+)
 from kvdepot.v1 import cache_pb2, event_pb2, types_pb2
 
 Columns = TypeVar("Columns", Grow, Cache, Free)
@@ -37,7 +46,17 @@ MULTIMODAL_ITEMS_MAX = 1 << 16
 MULTIMODAL_OVERLAP_MAX = 8
 
 _NO_GROW, _NO_CACHE, _NO_FREE = Grow(), Cache(), Free()
-_SPEC_KINDS = {"full_attention": types_pb2.SPEC_KIND_FULL_ATTENTION}
+_SPEC_KINDS: dict[str, Any] = {
+    name.removeprefix("SPEC_KIND_").lower(): number for name, number in types_pb2.SpecKind.items()
+}
+_QUANT_MODES: dict[str, Any] = {
+    name.removeprefix("KV_QUANT_MODE_").lower(): number
+    for name, number in types_pb2.KVQuantMode.items()
+} | {"none": types_pb2.KV_QUANT_MODE_UNSPECIFIED}
+_MAMBA_CACHE_MODES: dict[str, Any] = {
+    name.removeprefix("MAMBA_CACHE_MODE_").lower(): number
+    for name, number in types_pb2.MambaCacheMode.items()
+}
 _LAYOUTS = {"block": types_pb2.POOL_LAYOUT_BLOCK, "layer": types_pb2.POOL_LAYOUT_LAYER}
 _REMOVAL_REASONS = {
     "evicted": event_pb2.REMOVAL_REASON_EVICTED,
@@ -126,6 +145,7 @@ def slot_request(message: cache_pb2.SlotRequest) -> SlotRequest:
         full_sequence_must_fit=message.full_sequence_must_fit,
         reserved_blocks=message.reserved_blocks,
         has_scheduled_reqs=message.has_scheduled_reqs if has("has_scheduled_reqs") else True,
+        num_encoder_tokens=message.num_encoder_tokens,
     )
 
 
@@ -203,6 +223,7 @@ def no_fit(refusal: NoFit | None) -> cache_pb2.NoFit | None:
         free_blocks=refusal.free_blocks,
         reserved_blocks=refusal.reserved_blocks,
         watermark_blocks=refusal.watermark_blocks,
+        reason=int(refusal.reason),  # type: ignore[arg-type]
         holders=[
             cache_pb2.SessionHold(
                 session_id=hold.session_id,
@@ -277,6 +298,72 @@ def step_response(result: StepResult, *, op_seq: int | None, epoch: str) -> cach
     return response
 
 
+def kv_cache_spec(spec: KVCacheSpec) -> types_pb2.KVCacheSpec:
+    """What a layer keeps; of kinds that are not vLLM's no more than sizes."""
+    message = types_pb2.KVCacheSpec(
+        kind=_spec_kind(spec.kind),
+        block_size=spec.block_size,
+        page_size_bytes=spec.page_size_bytes,
+    )
+    if isinstance(spec, AttentionSpec):
+        message.num_kv_heads = spec.num_kv_heads
+        message.head_size = spec.head_size
+        if not isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec):
+            message.head_size_v = getattr(spec, "head_size_v", spec.head_size)
+        message.dtype = spec.dtype
+        message.kv_quant_mode = _QUANT_MODES[spec.kv_quant_mode]
+        for name in ("sliding_window", "attention_chunk_size", "rswa_window", "sink_len"):
+            value = getattr(spec, name, None)
+            if value is not None:
+                setattr(message, name, value)
+    elif isinstance(spec, MambaSpec):
+        for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True):
+            message.mamba_states.add(shape=shape, dtype=dtype)
+        message.mamba_cache_mode = _MAMBA_CACHE_MODES[spec.mamba_cache_mode]
+        message.num_speculative_blocks = spec.num_speculative_blocks
+    return message
+
+
+def kv_cache_group(group: KVCacheGroup) -> types_pb2.KVCacheGroup:
+    """A group; where layers differ, with the spec of each."""
+    differ = isinstance(group.spec, UniformTypeKVCacheSpecs)
+    message = types_pb2.KVCacheGroup(
+        spec=kv_cache_spec(group.manager_spec),
+        layer_names=group.layer_names,
+        layer_specs=[kv_cache_spec(spec) for spec in group.layer_specs] if differ else [],
+        is_eagle_group=group.is_eagle_group,
+    )
+    if differ:
+        message.spec.kind = _spec_kind(group.spec.kind)
+    return message
+
+
+def layer_layout(layer: LayerLayout) -> types_pb2.LayerLayout:
+    """Where a layer lies."""
+    return types_pb2.LayerLayout(
+        name=layer.name,
+        offset_bytes=layer.offset_bytes,
+        block_stride_bytes=layer.block_stride_bytes,
+        group=layer.group,
+        views=[
+            types_pb2.TensorView(
+                name=view.name,
+                dtype=view.dtype,
+                shape=view.shape,
+                strides=view.strides,
+                offset_bytes=view.offset_bytes,
+            )
+            for view in layer.views
+        ],
+    )
+
+
+def _spec_kind(kind: str) -> types_pb2.SpecKind:
+    """A kind that an operator registered is none of the wire's."""
+    number: types_pb2.SpecKind = _SPEC_KINDS.get(kind, types_pb2.SPEC_KIND_UNKNOWN)
+    return number
+
+
 def pool_description(
     config: DepotConfig, layers: list[LayerLayout], *, path: str, nbytes: int
 ) -> types_pb2.PoolDescription:
@@ -284,35 +371,19 @@ def pool_description(
     return types_pb2.PoolDescription(
         fingerprint=config.fingerprint,
         num_blocks=config.kv_cache.num_blocks,
-        groups=[
-            types_pb2.KVCacheGroup(
-                kind=_SPEC_KINDS[group.spec.kind],
-                block_size=group.spec.block_size,
-                num_kv_heads=group.spec.num_kv_heads,
-                head_size=group.spec.head_size,
-                dtype=group.spec.dtype,
-                page_size_bytes=group.spec.page_size_bytes,
-                layer_names=group.layer_names,
-            )
-            for group in config.kv_cache.groups
-        ],
+        groups=[kv_cache_group(group) for group in config.kv_cache.groups],
         layout=_LAYOUTS[config.layout],
-        layers=[
-            types_pb2.LayerLayout(
-                name=layer.name,
-                offset_bytes=layer.offset_bytes,
-                block_stride_bytes=layer.block_stride_bytes,
-                group=layer.group,
-            )
-            for layer in layers
-        ],
+        layers=[layer_layout(layer) for layer in layers],
         mapping_path=path,
         mapping_bytes=nbytes,
         hash_scheme=config.hash_scheme,
         hash_seed=config.hash_seed,
-        hash_block_size=config.block_size,
+        hash_block_size=config.hash_block_size,
         max_model_len=config.max_model_len,
         enable_prefix_caching=config.enable_caching,
+        scheduler_block_size=config.scheduler_block_size,
+        decode_context_parallel_size=config.dcp_world_size,
+        prefill_context_parallel_size=config.pcp_world_size,
     )
 
 
@@ -345,8 +416,9 @@ def _block_stored(value: BlockStored) -> event_pb2.BlockStored:
         lora_id=value.lora_id,
         lora_name=value.lora_name,
         group=value.group,
-        spec_kind=_SPEC_KINDS[value.spec_kind],
+        spec_kind=_spec_kind(value.spec_kind),
         medium=value.medium,
+        sliding_window=value.sliding_window,
     )
     if value.extra_keys is not None:
         for keys in value.extra_keys:

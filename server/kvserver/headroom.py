@@ -17,7 +17,8 @@ def books_bytes(config: DepotConfig) -> int:
     """About what the books of a full pool take."""
     block = _EMPTY_BLOCK_BYTES
     if config.enable_caching:
-        block = _CACHED_BLOCK_BYTES + _TOKEN_BYTES * config.block_size
+        num_tokens = max((group.spec.block_size for group in config.kv_cache.groups), default=0)
+        block = _CACHED_BLOCK_BYTES + _TOKEN_BYTES * num_tokens
     return config.kv_cache.num_blocks * block
 
 

@@ -24,6 +24,7 @@ from prometheus_client.registry import Collector
 
 from kvcore.depot import DepotStats
 from kvcore.residency import Eviction
+from kvcore.spec import why_never_hit
 from kvserver.node import Node
 from kvserver.rpc import DURATION_BOUNDS_SECONDS, Rpcs
 
@@ -75,6 +76,7 @@ class DepotCollector(Collector):
         self._node = node
         self._rpcs = rpcs
         self._loop = loop
+        self._unreachable = why_never_hit(node.depot.config) is not None
         # Scrapes may overlap; each drains what the others have not.
         self._residency_lock = Lock()
         self._residency = {
@@ -98,6 +100,11 @@ class DepotCollector(Collector):
             reading.cancel()
             raise
         yield from _pool(taken.stats)
+        yield _gauge(
+            "prefix_cache_unreachable",
+            "1 if no request can ever hit the prefix cache; the log says why.",
+            self._unreachable,
+        )
         yield from _work(taken)
         yield from _rpc_families(taken)
         yield from self._residency_families(taken.residencies)

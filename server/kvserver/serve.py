@@ -18,7 +18,7 @@ import uvloop
 from kvcore.depot import Depot
 from kvcore.errors import KVDepotError, ResourceExhausted
 from kvcore.memory import PoolMemory, remove_abandoned
-from kvcore.spec import DepotConfig
+from kvcore.spec import DepotConfig, why_never_hit
 from kvserver import admin, cache, event, headroom, health, reflect, sockets, transfer
 from kvserver.config import ConfigError, ServerConfig, parse, split_address
 from kvserver.deadlines import Clock
@@ -45,9 +45,13 @@ class Server:
         self.port = 0
         self.metrics_port: int | None = None
         depot_config = config.depot_config()
+        reason = why_never_hit(depot_config)
+        if reason is not None:
+            logger.warning("no request can ever hit the prefix cache: %s", reason)
         _require_room_for_books(config, depot_config)
         # Before the books are made, so that a pool that does not fit is refused at once.
-        memory = None if config.no_memory else _make_memory(config, depot_config)
+        keeps_bytes = not config.no_memory and depot_config.kv_cache.block_bytes > 0
+        memory = _make_memory(config, depot_config) if keeps_bytes else None
         try:
             depot = Depot(depot_config)
         except BaseException:

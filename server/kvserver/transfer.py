@@ -35,9 +35,7 @@ class TransferService:
         self._stall_seconds = stall_seconds
         config = node.depot.config
         self._hash_bytes = make_scheme(config.hash_scheme, config.hash_seed).digest_size
-        self._block_bytes = [
-            group.spec.page_size_bytes * len(group.layer_names) for group in config.kv_cache.groups
-        ]
+        self._block_bytes = [group.block_bytes for group in config.kv_cache.groups]
 
     def handlers(self) -> dict[str, Handler]:
         """The service's methods by name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,8 @@ from kvclient.values import Content, SlotRequest, token_bytes
 from kvcore.hashing import ExtraKeys, make_scheme
 from kvcore.manager import KVCacheManager
 from kvcore.request import Request, RequestStatus
-from kvcore.spec import DepotConfig, FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from kvcore.spec import DepotConfig, KVCacheConfig
+from kvserver.groups import parse_groups
 
 BLOCK_SIZE, NUM_BLOCKS, WATERMARK, MAX_MODEL_LEN = 4, 33, 0.1, 96
 
@@ -59,16 +61,20 @@ class Both:
 class Scheduler:
     """Random but sensible: admits, grows, preempts, detaches, finishes; compares everything."""
 
-    def __init__(self, facade: Facade, seed: int) -> None:
+    def __init__(
+        self, facade: Facade, seed: int, groups: list[dict[str, Any]], num_blocks: int
+    ) -> None:
         self.random = random.Random(seed)
         self.facade = facade
-        spec = FullAttentionSpec(BLOCK_SIZE, 1, 16)
         config = DepotConfig(
-            KVCacheConfig(NUM_BLOCKS, (KVCacheGroup(("a", "b"), spec),)),
+            KVCacheConfig(num_blocks, parse_groups(groups)),
             max_model_len=MAX_MODEL_LEN,
             watermark=WATERMARK,
         )
         self.local = KVCacheManager(config)
+        self.hash_block_size = config.hash_block_size
+        # What was computed elsewhere brings no states.
+        self.takes_external = all(group["kind"] != "mamba" for group in groups)
         self.scheme = make_scheme("kvd_sha256", "0")
         self.waiting: list[Both] = []
         self.running: list[Both] = []
@@ -90,7 +96,7 @@ class Scheduler:
         self.num_made += 1
         local = Request(
             f"r{self.num_made}",
-            hash_chain=self.scheme.chain(BLOCK_SIZE, extra),
+            hash_chain=self.scheme.chain(self.hash_block_size, extra),
             extra=extra,
             num_prompt_tokens=len(tokens),
             skip_reading_prefix_cache=skip,
@@ -105,7 +111,7 @@ class Scheduler:
         assert (theirs.get_block_ids(), num_theirs) == (mine.get_block_ids(), num_hit)
         self.counts["hit"] += num_hit > 0
         left = request.num_tokens - num_hit
-        num_external = self.random.choice([0, 0, 0, left // 2])
+        num_external = self.random.choice([0, 0, 0, left // 2]) * self.takes_external
         new = min(left - num_external, self.random.choice([8, 100]))
         options: dict[str, Any] = {
             "num_lookahead_tokens": self.random.choice([0, 2]),
@@ -205,6 +211,7 @@ class Scheduler:
         self.facade.block_pool.free_blocks(reversed(theirs))
 
     def step(self) -> None:
+        self.local.new_step_starts()
         self.facade.new_step_starts()
         if self.random.random() < 0.5:
             self.arrive()
@@ -261,15 +268,82 @@ class Scheduler:
         assert self.facade.reset_prefix_cache() is True
 
 
-@pytest.mark.parametrize("steps_in_flight", [None, 1, 2], ids=["unmarked", "one", "two"])
-@pytest.mark.parametrize("seed", range(2))
+def a_group(kind: str, *, block_size: int = BLOCK_SIZE, **fields: Any) -> dict[str, Any]:
+    """A group as a file has it; its one layer is named after all that is in it."""
+    heads = {"num_kv_heads": 1, "head_size": 64 // block_size}
+    if kind == "mamba":
+        heads = {"shapes": [[64]], "dtypes": ["float32"]}
+    name = f"{kind}-{block_size}-" + "-".join(map(str, fields.values()))
+    return {"kind": kind, "layer_names": [name], "block_size": block_size} | heads | fields
+
+
+FULL = a_group("full_attention")
+SEEDS_AND_STEPS = [(0, None), (1, 1), (2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("groups", "num_blocks", "seed", "steps_in_flight"),
+    [
+        *[
+            pytest.param([FULL], NUM_BLOCKS, seed, steps, id=f"full-{seed}-{steps}")
+            for seed, steps in SEEDS_AND_STEPS
+        ],
+        pytest.param(
+            [
+                FULL,
+                a_group("sliding_window", sliding_window=9),
+                a_group("sliding_window", sliding_window=14),
+            ],
+            65,
+            3,
+            2,
+            id="full-and-windows",
+        ),
+        pytest.param(
+            [
+                a_group("full_attention", block_size=8),
+                a_group("sliding_window", sliding_window=7),
+            ],
+            41,
+            4,
+            1,
+            id="two-block-sizes",
+        ),
+        pytest.param(
+            [FULL, a_group("chunked_local_attention", attention_chunk_size=12)],
+            45,
+            5,
+            None,
+            id="full-and-chunks",
+        ),
+        pytest.param([a_group("rswa", rswa_window=6)], NUM_BLOCKS, 6, 2, id="rswa"),
+        pytest.param([a_group("mla_attention")], NUM_BLOCKS, 7, None, id="mla"),
+        pytest.param([FULL, a_group("mamba", mamba_cache_mode="all")], 41, 8, 1, id="mamba-all"),
+        pytest.param(
+            [FULL, a_group("mamba", mamba_cache_mode="align", num_speculative_blocks=1)],
+            45,
+            9,
+            2,
+            id="mamba-align",
+        ),
+    ],
+)
 def test_every_decision_is_the_local_managers(
-    serve: Any, seed: int, steps_in_flight: int | None
+    serve: Any,
+    groups: list[dict[str, Any]],
+    num_blocks: int,
+    seed: int,
+    steps_in_flight: int | None,
 ) -> None:
-    server = serve(num_blocks=NUM_BLOCKS, watermark=WATERMARK, max_model_len=MAX_MODEL_LEN)
+    server = serve(
+        num_blocks=num_blocks,
+        watermark=WATERMARK,
+        max_model_len=MAX_MODEL_LEN,
+        groups=json.dumps(groups),
+    )
     with server.client() as client, client.open_session() as session:
         facade = Facade(session, steps_in_flight=steps_in_flight)
-        scheduler = Scheduler(facade, seed)
+        scheduler = Scheduler(facade, seed, groups, num_blocks)
         for _ in range(150):
             scheduler.step()
         scheduler.end()

@@ -19,7 +19,7 @@ TOKENS = np.arange(50, 62, dtype="<u4")
 SUMS = prefix_sums(TOKENS)
 
 
-def stored(first: int, count: int, parent: bytes | None = None) -> BlockStored:
+def stored(first: int, count: int, parent: bytes | None = None, group: int = 0) -> BlockStored:
     """Blocks ``first`` to ``first + count`` of TOKENS, of 4 tokens each."""
     return BlockStored(
         block_hashes=tuple(bytes([index]) for index in range(first, first + count)),
@@ -29,7 +29,7 @@ def stored(first: int, count: int, parent: bytes | None = None) -> BlockStored:
         lora_id=None,
         lora_name=None,
         extra_keys=(),
-        group=0,
+        group=group,
         spec_kind="full_attention",
         medium="CPU",
     )
@@ -76,12 +76,24 @@ def test_contents_follow_the_chain_through_separate_events() -> None:
     contents = Contents()
     contents.apply([stored(0, 1), stored(1, 2, b"\0")])
     assert {key: list(value) for key, value in contents.sums.items()} == {
-        bytes([index]): list(SUMS[4 * index : 4 * index + 4]) for index in range(3)
+        (0, bytes([index])): list(SUMS[4 * index : 4 * index + 4]) for index in range(3)
     }
     # A child may come after its parent went.
     contents.apply([BlockRemoved((b"\1", b"\2"), 0, "CPU", "evicted")])
-    assert set(contents.sums) == {b"\0"}
+    assert set(contents.sums) == {(0, b"\0")}
     contents.apply([stored(2, 1, b"\1"), stored(2, 1, b"never seen")])
-    assert list(contents.sums[b"\2"]) == list(SUMS[8:])
+    assert list(contents.sums[0, b"\2"]) == list(SUMS[8:])
     contents.apply([AllBlocksCleared(1)])
     assert contents.sums == {}
+
+
+def test_a_group_that_keeps_some_blocks_leans_on_one_that_keeps_all() -> None:
+    contents, mirror = Contents(), IndexMirror()
+    events: list[Event] = [stored(0, 3), stored(2, 1, b"\1", group=1)]
+    contents.apply(events)
+    mirror.apply_events(events)
+    assert list(contents.sums[1, b"\2"]) == list(SUMS[8:])
+    assert mirror.hashes(1) == {b"\2"}
+    # The same hash goes in one group, and stays in the other.
+    contents.apply([BlockRemoved((b"\2",), 0, "CPU", "evicted")])
+    assert set(contents.sums) == {(0, b"\0"), (0, b"\1"), (1, b"\2")}

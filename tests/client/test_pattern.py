@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvclient.replay.pattern import block_bytes, mix, prefix_sums, prefix_values, salts
+from kvclient.replay.pattern import mix, page_words, prefix_sums, prefix_values, salts
 
 TOKENS = np.arange(100, 164, dtype=np.uint32)
 
@@ -38,11 +38,11 @@ def test_a_value_tells_its_whole_prefix(other: np.ndarray, first_different: int)
 
 
 def test_words_tell_layer_half_and_place() -> None:
-    constants = salts(num_layers=3, token_bytes=32)
-    assert constants.shape == (3, 2, 4)
-    assert len(np.unique(constants)) == constants.size
+    layers = [salts(2, 32), salts(2, 32, first=8), salts(1, 48, first=16)]
+    assert [layer.shape for layer in layers] == [(2, 4), (2, 4), (1, 6)]
+    assert len(np.unique(np.concatenate([layer.ravel() for layer in layers]))) == 22
     values = prefix_values(TOKENS[:16])
-    pages = block_bytes(values, constants)
-    assert pages.shape == (3, 2, 16, 4)
-    assert len(np.unique(pages)) == pages.size
-    assert pages[2, 1, 5, 3] == values[5] ^ constants[2, 1, 3]
+    pages = [page_words(values, layer) for layer in layers]
+    assert [page.shape for page in pages] == [(2, 16, 4), (2, 16, 4), (1, 16, 6)]
+    assert len(np.unique(np.concatenate([page.ravel() for page in pages]))) == 22 * 16
+    assert pages[1][1, 5, 3] == values[5] ^ layers[1][1, 3]

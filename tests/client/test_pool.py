@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -89,6 +90,124 @@ def test_views(server: Any) -> None:
     assert pool.layer_bytes(1)[7, 1, 2].tobytes() == b"\x80\x3f" * 16
     view[7] = 0
     assert pool.block_table([[3, 4], [5]]).tolist() == [[3, 4], [5, 0]]
+
+
+KINDS: dict[str, tuple[dict[str, Any], list[tuple[int, ...]], str]] = {
+    "window": ({"kind": "sliding_window", "sliding_window": 8}, [(9, 2, 4, 2, 64)], "bfloat16"),
+    "chunks": (
+        {"kind": "chunked_local_attention", "attention_chunk_size": 8},
+        [(9, 2, 4, 2, 64)],
+        "bfloat16",
+    ),
+    "heads of two sizes": (
+        {"kind": "full_attention", "head_size_v": 32},
+        [(9, 4, 2, 96)],
+        "bfloat16",
+    ),
+    "mla": ({"kind": "mla_attention", "num_kv_heads": 1}, [(9, 4, 64)], "bfloat16"),
+    "mla compressed": (
+        {"kind": "mla_attention", "num_kv_heads": 1, "compress_ratio": 2},
+        [(9, 2, 64)],
+        "bfloat16",
+    ),
+    "mamba": (
+        {
+            "kind": "mamba",
+            "shapes": [[3, 8], [2, 4]],
+            "dtypes": ["float32", "float32"],
+            "mamba_cache_mode": "all",
+        },
+        [(9, 3, 8), (9, 2, 4)],
+        "float32",
+    ),
+    "int8 with scales": (
+        {"kind": "full_attention", "dtype": "int8", "kv_quant_mode": "int8_per_token_head"},
+        [(9, 2, 4, 2, 68)],
+        "int8",
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", ["block", "layer"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_mapped_in_its_shape(serve: Any, kind: str, layout: str) -> None:
+    fields, shapes, dtype = KINDS[kind]
+    heads = {} if kind == "mamba" else {"num_kv_heads": 2, "head_size": 64}
+    full = {"kind": "full_attention", "num_kv_heads": 2, "head_size": 64, "block_size": 4}
+    other = {"block_size": 4} | heads | fields
+    groups = [full | {"layer_names": ["f0", "f1"]}, other | {"layer_names": ["o0", "o1"]}]
+    server = serve(model="mine", groups=json.dumps(groups), num_blocks=9, layout=layout)
+    with server.client() as client:
+        description = client.describe_pool()
+        pool = map_pool(description)
+    assert pool.layer_names == ["f0", "f1", "o0", "o1"]
+    found = pool.layer("o1")
+    tensors = list(found) if isinstance(found, tuple) else [found]
+    assert isinstance(found, tuple) is (kind == "mamba")
+    assert [tuple(tensor.shape) for tensor in tensors] == shapes
+    for number, tensor in enumerate(tensors, 1):
+        assert tensor.dtype is getattr(torch, dtype)
+        assert not tensor.any()
+        tensor[7].fill_(number)
+    # Nothing but block 7 of the layer, and of those at its place, was written.
+    for name in pool.layer_names:
+        written = pool.layer_bytes(name).any(axis=(1, 2, 3)).nonzero()[0].tolist()
+        assert written == ([7] if name in ("f1", "o1") else [])
+    rows = pool.layer_bytes("o1")
+    assert rows.shape[0] == 9
+    assert rows[7].tobytes() == b"".join(
+        tensor[7].contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors
+    )
+    if len(shapes[0]) == 5:
+        assert pool.layer("o1", kv_first=True).shape[:2] == (2, 9)
+    else:
+        with pytest.raises(InvalidArgument):
+            pool.layer("o1", kv_first=True)
+    assert sorted(pool.parts("o1")) == (["k_scale", "v_scale"] if "int8" in kind else [])
+
+
+@pytest.mark.parametrize("kind", ["window", "heads of two sizes", "mla", "mamba"])
+def test_slots_are_written_and_read_in_every_kind(serve: Any, kind: str) -> None:
+    fields, _, _ = KINDS[kind]
+    heads = {} if kind == "mamba" else {"num_kv_heads": 2, "head_size": 64}
+    group = {"layer_names": ["a"], "block_size": 4} | heads | fields
+    server = serve(model="mine", groups=json.dumps([group]), num_blocks=9)
+    with server.client() as client:
+        pool = map_pool(client.describe_pool())
+    slots = slot_mapping([0, 3, 5], 4, 2, 8)
+    assert slots == [-1, -1, 12, 13, 14, 15, 20, 21]
+    if kind == "mamba":
+        with pytest.raises(InvalidArgument, match="states"):
+            pool.read_slots("a", slots)
+        return
+    key = torch.arange(8, dtype=torch.bfloat16)[:, None, None].expand(8, 2, 64)
+    value = -key[..., : fields.get("head_size_v", 64)]
+    if kind == "mla":
+        pool.write_slots("a", slots, key[:, 0])
+        read, same = pool.read_slots("a", slots[2:])
+        assert torch.equal(read, key[2:, 0]) and torch.equal(same, read)
+    else:
+        pool.write_slots("a", slots, key, value)
+        for found, written in zip(pool.read_slots("a", slots[2:]), (key, value), strict=True):
+            assert torch.equal(found, written[2:])
+    assert not pool.layer_bytes("a")[0].any()
+
+
+def test_layers_of_one_group_may_differ(serve: Any) -> None:
+    spec = {"kind": "full_attention", "block_size": 4, "num_kv_heads": 1, "head_size": 64}
+    groups = [{"kind": "uniform", "layers": {"a": spec, "b": spec | {"head_size_v": 32}}}]
+    server = serve(model="mine", groups=json.dumps(groups), num_blocks=9)
+    with server.client() as client:
+        pool = map_pool(client.describe_pool())
+    (group,) = pool.description.groups
+    assert [layer.head_size_v for layer in group.layer_specs] == [64, 32]
+    assert pool.layer("a").shape == (9, 2, 4, 1, 64)
+    assert pool.layer("b").shape == (9, 4, 1, 96)
+    pool.write_slots(
+        "b", [5], torch.ones(1, 1, 64).bfloat16(), torch.full((1, 1, 32), 2.0).bfloat16()
+    )
+    key, value = pool.read_slots("b", [5])
+    assert bool((key == 1).all()) and bool((value == 2).all())
 
 
 @pytest.mark.parametrize("slots", [[65 * 4], [-2], [3, -7]], ids=str)

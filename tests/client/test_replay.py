@@ -125,7 +125,7 @@ def test_wrong_bytes_are_caught_and_named(tmp_path: Path) -> None:
             description = client.describe_pool()
         with open(description.mapping_path, "r+b") as file:
             mapping = mmap.mmap(file.fileno(), 0)
-            page = description.groups[0].page_size_bytes
+            page = description.groups[0].spec.page_size_bytes
             for start in range(page - 8, len(mapping), page):
                 mapping[start] ^= 1
             mapping.close()
@@ -179,6 +179,91 @@ def test_schedulers_go_on_after_the_server_was_killed(tmp_path: Path) -> None:
     assert report["blocks_verified"] > 0
     assert report["mirror_equal"] is True
     assert report["event_stream_resumed"] > 0
+
+
+@pytest.mark.parametrize(
+    ("model", "hits"),
+    [
+        pytest.param("gemma-like", (0.1, 0.9), id="windows"),
+        pytest.param("mamba-hybrid", (0.1, 0.9), id="states"),
+    ],
+)
+def test_groups_of_several_kinds_are_right_byte_for_byte(
+    model: str, hits: tuple[float, float]
+) -> None:
+    options = ("--requests", "40", "--capacity-tokens", "6000", "--json")
+    finished = kvdepot("replay", "--model", model, *options)
+    assert finished.status == 0, finished.errors
+    report = finished.json
+    assert report["mirror_equal"] is True
+    assert hits[0] < report["hit_rate_tokens"] < hits[1]
+    for name in (
+        *("blocks_verified", "blocks_in_windows", "blocks_reread", "blocks_pulled"),
+        *("evictions", "refusals"),
+    ):
+        assert report[name] > 0, name
+
+
+CONFIGS = {
+    "states-at-steps": """
+groups:
+  - {kind: full_attention, layer_names: [a], block_size: 16, num_kv_heads: 1, head_size: 16}
+  - kind: mamba
+    layer_names: [b]
+    block_size: 16
+    shapes: [[8, 16]]
+    dtypes: [float32]
+    page_size_padded: 1024
+    mamba_cache_mode: align
+""",
+    "chunks": """
+layout: layer
+groups:
+  - {kind: full_attention, layer_names: [a, b], block_size: 16, num_kv_heads: 1, head_size: 16}
+  - kind: chunked_local_attention
+    layer_names: [c, d]
+    block_size: 16
+    num_kv_heads: 1
+    head_size: 16
+    attention_chunk_size: 256
+""",
+    "block-sizes-and-compression": """
+groups:
+  - {kind: mla_attention, layer_names: [a], block_size: 64, num_kv_heads: 1, head_size: 64,
+     compress_ratio: 4}
+  - {kind: sliding_window, layer_names: [b], block_size: 32, num_kv_heads: 1, head_size: 16,
+     head_size_v: 32, sliding_window: 200}
+""",
+    "a-window-of-what-is-generated": """
+prefix-cache-retention-interval: null
+groups:
+  - {kind: rswa, layer_names: [a], block_size: 16, num_kv_heads: 1, head_size: 16, rswa_window: 20}
+""",
+    "few-windows-kept": """
+prefix-cache-retention-interval: 512
+use-eagle: true
+groups:
+  - {kind: full_attention, layer_names: [a], block_size: 16, num_kv_heads: 1, head_size: 16}
+  - {kind: sliding_window, layer_names: [b], block_size: 16, num_kv_heads: 1, head_size: 16,
+     sliding_window: 100}
+""",
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_groups_of_ones_own(tmp_path: Path, config: str) -> None:
+    path = tmp_path / "kvdepot.yaml"
+    path.write_text("model: mine\n" + CONFIGS[config], encoding="utf-8")
+    finished = kvdepot(
+        *("replay", "--config", str(path), "--requests", "24", "--json"),
+        *("--capacity-tokens", "20000", "--token-budget", "2048"),
+    )
+    assert finished.status == 0, finished.errors
+    report = finished.json
+    assert report["mirror_equal"] is True
+    for name in ("hit_tokens", "blocks_verified", "blocks_reread", "blocks_pulled"):
+        assert report[name] > 0, name
+    assert report["blocks_in_windows"] > 0
 
 
 def test_the_demo_says_what_one_saw() -> None:

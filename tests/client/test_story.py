@@ -39,7 +39,12 @@ def test_the_answers(told: dict[str, list[dict[str, Any]]]) -> None:
     answers = {what: answer for line in told["sync"] for what, answer in line.items()}
     assert answers["pool"] == [65, 4, "block", 2]
     assert answers["at first"] == []
-    assert answers["lookup"] == {"num_computed_tokens": 0, "blocks": [[]], "handle": 1}
+    assert answers["lookup"] == {
+        "num_computed_tokens": 0,
+        "blocks": [[]],
+        "handle": 1,
+        "num_uncached_common_prefix_tokens": 0,
+    }
     assert answers["slots"]["new_blocks"] == [[1, 2, 3]]
     assert answers["decode"]["new_blocks"] == [[]]
     assert answers["cache"] is True

@@ -10,7 +10,15 @@ from kvcore.hashing import ExtraKeys, make_scheme
 from kvcore.manager import KVCacheManager
 from kvcore.operation import Content
 from kvcore.request import Request
-from kvcore.spec import DepotConfig, FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from kvcore.spec import (
+    DepotConfig,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroup,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 
 SCHEME = make_scheme("kvd_sha256", "0")
 
@@ -25,6 +33,35 @@ def config(num_blocks: int, block_size: int = 4, **options: object) -> DepotConf
     """A pool of one full attention group with one layer."""
     spec = FullAttentionSpec(block_size, num_kv_heads=1, head_size=16)
     groups = (KVCacheGroup(("layer",), spec),)
+    return DepotConfig(KVCacheConfig(num_blocks, groups), **options)  # type: ignore[arg-type]
+
+
+def full(block_size: int = 4) -> FullAttentionSpec:
+    """Full attention of one small head."""
+    return FullAttentionSpec(block_size, num_kv_heads=1, head_size=16)
+
+
+def window(sliding_window: int, block_size: int = 4) -> SlidingWindowSpec:
+    """A sliding window of one small head."""
+    return SlidingWindowSpec(
+        block_size, num_kv_heads=1, head_size=16, sliding_window=sliding_window
+    )
+
+
+def mamba(mode: str, block_size: int = 4, num_speculative_blocks: int = 0) -> MambaSpec:
+    """A small state."""
+    return MambaSpec(
+        block_size,
+        ((4,),),
+        ("float32",),
+        mamba_cache_mode=mode,
+        num_speculative_blocks=num_speculative_blocks,
+    )
+
+
+def groups_config(num_blocks: int, *specs: KVCacheSpec, **options: object) -> DepotConfig:
+    """A pool of several groups with one layer each."""
+    groups = tuple(KVCacheGroup((f"layer.{i}",), spec) for i, spec in enumerate(specs))
     return DepotConfig(KVCacheConfig(num_blocks, groups), **options)  # type: ignore[arg-type]
 
 

@@ -21,7 +21,16 @@ from kvcore.errors import (
     ResourceExhausted,
 )
 from kvcore.memory import PoolMemory, layer_layouts, remove_abandoned
-from kvcore.spec import DepotConfig, FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from kvcore.spec import (
+    DepotConfig,
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroup,
+    MambaSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 torch = pytest.importorskip("torch")
 
@@ -30,8 +39,8 @@ PAGE = 2 * BLOCK_SIZE * HEADS * HEAD_SIZE * 2
 LAYERS = ("first", "second", "third")
 
 
-def config_of(layout: str, *, head_size_v: int | None = None) -> DepotConfig:
-    spec = FullAttentionSpec(BLOCK_SIZE, HEADS, HEAD_SIZE, "bfloat16", head_size_v)
+def config_of(layout: str) -> DepotConfig:
+    spec = FullAttentionSpec(BLOCK_SIZE, HEADS, HEAD_SIZE, "bfloat16")
     return DepotConfig(KVCacheConfig(NUM_BLOCKS, (KVCacheGroup(LAYERS, spec),)), layout=layout)
 
 
@@ -177,11 +186,6 @@ def test_a_name_must_name_a_file(tmp_path: Path, name: str) -> None:
         PoolMemory(config_of("block"), str(tmp_path), name=name)
 
 
-def test_k_and_v_of_two_sizes_have_no_view(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match="one size"):
-        PoolMemory(config_of("block", head_size_v=16), str(tmp_path), name="test")
-
-
 def test_what_a_dead_owner_left_is_removed(tmp_path: Path) -> None:
     with PoolMemory(config_of("block"), str(tmp_path), name="alive") as alive:
         abandoned = tmp_path / "kvdepot-dead.pool"
@@ -196,3 +200,131 @@ def test_a_file_cut_short_is_data_loss_and_kills_nobody(pool: PoolMemory) -> Non
     os.truncate(pool.path, 100)
     with pytest.raises(DataLoss, match="cut short"):
         pool.block_pages(NUM_BLOCKS - 1)
+
+
+# --- several groups -------------------------------------------------------------------
+
+FULL = FullAttentionSpec(4, 1, 8)  # a page of 128 bytes
+WINDOW = SlidingWindowSpec(4, 1, 8, sliding_window=8)
+STATE = MambaSpec(4, shapes=((3, 4), (2, 2)), dtypes=("bfloat16", "float32"), page_size_padded=128)
+SMALL = FullAttentionSpec(4, 1, 4)  # 64 bytes
+
+
+def uniform(**specs: FullAttentionSpec) -> KVCacheGroup:
+    return KVCacheGroup(tuple(specs), UniformTypeKVCacheSpecs(4, specs))
+
+
+@pytest.mark.parametrize(
+    ("groups", "places", "block_bytes"),
+    [
+        pytest.param(
+            (KVCacheGroup(("f0", "f1"), FULL), KVCacheGroup(("w0", "w1"), WINDOW)),
+            {"f0": 0, "f1": 128, "w0": 0, "w1": 128},
+            256,
+            id="layers at one position share their place",
+        ),
+        pytest.param(
+            (KVCacheGroup(("f0",), FULL), KVCacheGroup(("m0", "m1"), STATE)),
+            {"f0": 0, "m0": 0, "m1": 128},
+            256,
+            id="the larger group decides",
+        ),
+        pytest.param(
+            (KVCacheGroup(("s0", "s1"), SMALL), KVCacheGroup(("f0",), FULL)),
+            {"s0": 0, "s1": 128, "f0": 0},
+            256,
+            id="a place is as large as the largest page",
+        ),
+        pytest.param(
+            (uniform(a=FULL, b=SMALL, c=FULL),),
+            {"a": 0, "b": 128, "c": 192},
+            320,
+            id="one group of pages of two sizes",
+        ),
+        pytest.param(
+            (uniform(a=FULL, b=SMALL), uniform(c=SMALL, d=FULL, e=SMALL)),
+            {"a": 0, "d": 0, "b": 128, "c": 128, "e": 192},
+            256,
+            id="groups of such meet by page size",
+        ),
+        pytest.param(
+            (uniform(a=FULL, b=SMALL), KVCacheGroup(("w0", "w1"), WINDOW)),
+            {"a": 0, "w0": 0, "b": 128, "w1": 192},
+            320,
+            id="and any others with them",
+        ),
+        pytest.param(
+            (
+                KVCacheGroup(("f0",), FULL),
+                KVCacheGroup(("e0", "e1"), EncoderOnlyAttentionSpec(4, 1, 8)),
+            ),
+            {"f0": 0},
+            128,
+            id="encoder-only layers keep nothing",
+        ),
+    ],
+)
+def test_where_the_layers_of_groups_lie(
+    groups: tuple[KVCacheGroup, ...], places: dict[str, int], block_bytes: int, tmp_path: Path
+) -> None:
+    config = DepotConfig(KVCacheConfig(NUM_BLOCKS, groups), layout="block")
+    layouts = {layout.name: layout for layout in layer_layouts(config)}
+    assert {name: layout.offset_bytes for name, layout in layouts.items()} == places
+    assert {layout.block_stride_bytes for layout in layouts.values()} == {block_bytes}
+    # Tensor by tensor, the same places follow one another.
+    other = {
+        layout.name: layout
+        for layout in layer_layouts(DepotConfig(KVCacheConfig(NUM_BLOCKS, groups), layout="layer"))
+    }
+    assert {name: layout.offset_bytes for name, layout in other.items()} == {
+        name: place * NUM_BLOCKS for name, place in places.items()
+    }
+    with PoolMemory(config, str(tmp_path), name="test") as pool:
+        assert pool.nbytes == config.kv_cache.pool_bytes == NUM_BLOCKS * block_bytes
+
+
+@pytest.mark.parametrize("layout", ["block", "layer"])
+def test_groups_share_bytes_and_not_blocks(tmp_path: Path, layout: str) -> None:
+    groups = (
+        KVCacheGroup(("f0", "f1"), FULL),
+        KVCacheGroup(("w0", "w1"), WINDOW),
+        KVCacheGroup(("m0", "m1"), STATE),
+    )
+    config = DepotConfig(KVCacheConfig(NUM_BLOCKS, groups), layout=layout)
+    with PoolMemory(config, str(tmp_path), name="test") as pool:
+        pool.layer("f0")[2].fill_(1)
+        pool.layer("w0")[3].fill_(2)
+        convolution, state = pool.layer("m0")
+        convolution[4].fill_(3)
+        state[4].fill_(4)
+        assert bool((pool.layer("w0")[2] == 1).all())
+        assert bool((pool.layer("f0")[3] == 2).all())
+        assert not pool.layer("f1").any()
+        raw = pool.block_pages(4, 2)
+        assert len(raw) == 256
+        assert raw[:24] == b"\x40\x40" * 12
+        assert raw[24:40] == b"\0\0\x80\x40" * 4
+        assert not any(raw[40:])
+        assert pool.block_pages(4, 0) == raw
+        assert pool.block_pages(2, 1) == b"\x80\x3f" * 64 + bytes(128)
+
+
+def test_a_copy_of_a_block_leaves_out_what_lies_between(tmp_path: Path) -> None:
+    groups = (KVCacheGroup(("s0", "s1"), SMALL), KVCacheGroup(("f0", "f1"), FULL))
+    config = DepotConfig(KVCacheConfig(NUM_BLOCKS, groups))
+    with PoolMemory(config, str(tmp_path), name="test") as pool:
+        for number, name in enumerate(("s0", "s1"), 1):
+            pool.layer(name)[1].fill_(number)
+        assert pool.block_pages(1, 0) == b"\x80\x3f" * 32 + b"\0\x40" * 32
+        assert [group.block_bytes for group in groups] == [128, 256]
+
+
+def test_a_page_that_no_tensor_can_lie_over_is_refused(tmp_path: Path) -> None:
+    odd = FullAttentionSpec(1, 1, 1, "uint8")  # 2 bytes
+    wide = FullAttentionSpec(1, 1, 1, "float32")
+    specs = UniformTypeKVCacheSpecs(1, {"a": odd, "b": wide})
+    groups = (KVCacheGroup(("a", "b"), specs),)
+    with pytest.raises(InvalidArgument, match="pad every page") as caught:
+        PoolMemory(DepotConfig(KVCacheConfig(NUM_BLOCKS, groups)), str(tmp_path), name="test")
+    assert caught.value.field == "page_size_padded"
+    assert list(tmp_path.iterdir()) == []

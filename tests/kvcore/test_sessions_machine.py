@@ -3,15 +3,16 @@ on what was computed before a reset."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from building import content, make_depot, token_bytes
+from building import content, full, groups_config, make_depot, mamba, token_bytes, window
 from kvcore.block import KVCacheBlock
 from kvcore.check import check
+from kvcore.depot import Depot
 from kvcore.errors import FailedPrecondition
 from kvcore.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvcore.hashing import ExtraKeys
@@ -33,10 +34,10 @@ class Sessions(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.depot = make_depot(14, BLOCK_SIZE)
+        self.depot = self.make_depot()
         self.sessions: list[Session] = [self._open() for _ in range(NUM_SESSIONS)]
         self.steps = [(0, 0)] * NUM_SESSIONS
-        self.mirror: set[bytes] = set()
+        self.mirror: set[tuple[int, bytes]] = set()
         # Oldest generation whose content may be read, by LoRA name.
         self.floors: dict[str | None, int] = {None: 0, "A": 0}
         self.seen_generation = 0
@@ -48,6 +49,9 @@ class Sessions(RuleBasedStateMachine):
         self.workers: list[Session] = []
         self.written_by_workers: dict[str, set[int]] = {}
 
+    def make_depot(self) -> Depot:
+        return make_depot(14, BLOCK_SIZE)
+
     def _raise_floors(self, scope: ResetScope | None) -> None:
         """A reset is done."""
         self.seen_generation += 1
@@ -56,13 +60,17 @@ class Sessions(RuleBasedStateMachine):
             if scope is None or scope.matches(ExtraKeys(lora_name=lora_name)):
                 self.floors[lora_name] = self.seen_generation
 
-    def _note_blocks(self, request: Request, session: Session, num_hit_blocks: int = 0) -> None:
-        """What was allocated beyond the hit is written by this request."""
-        generation = self.request_generations[request.handle]
-        table = session.manager.get_block_ids(request.request_id)[0]
-        for block_id in table[:num_hit_blocks]:
+    def _check_hit(self, request: Request, hit: Iterable[Sequence[int]]) -> set[int]:
+        """A hit is of no generation that a reset has ended; its blocks."""
+        block_ids = set().union(*hit) - {0}
+        for block_id in block_ids:
             assert self.block_generations[block_id] >= self.floors[request.extra.lora_name]
-        for block_id in table[num_hit_blocks:]:
+        return block_ids
+
+    def _note_blocks(self, request: Request, session: Session, before: set[int]) -> None:
+        """What was allocated beyond ``before`` is written by this request."""
+        generation = self.request_generations[request.handle]
+        for block_id in _held(session, request.request_id) - before:
             self.block_generations[block_id] = generation
 
     def _open(self) -> Session:
@@ -118,7 +126,7 @@ class Sessions(RuleBasedStateMachine):
         assert (result.outcome is Outcome.RESETTING) == held_off
         if result.outcome is Outcome.OK:
             self.request_generations[request.handle] = self.depot.generation
-            self._note_blocks(request, session, result.num_new_computed_tokens // BLOCK_SIZE)
+            self._note_blocks(request, session, self._check_hit(request, result.hit_blocks))
             return
         assert result.outcome in (Outcome.NO_FIT, Outcome.RESETTING)
         assert self.depot.pool.num_free_blocks(session.view) == free_before
@@ -135,8 +143,7 @@ class Sessions(RuleBasedStateMachine):
         hit = self.depot.get_computed_blocks(session, name, None)
         if self.depot.holds_off(request):
             assert hit.num_computed_tokens == 0
-        for block_id in hit.blocks[0]:
-            assert self.block_generations[block_id] >= self.floors[request.extra.lora_name]
+        self._check_hit(request, hit.blocks)
 
     @rule(who=st.integers(0, NUM_SESSIONS - 1), name=st.sampled_from("abc"))
     def grow(self, who: int, name: str) -> None:
@@ -145,7 +152,7 @@ class Sessions(RuleBasedStateMachine):
         if request is None or request.status is not RequestStatus.RUNNING:
             return
         num_computed = min(request.num_tokens, session.num_slots(request))
-        num_held_blocks = session.num_slots(request) // BLOCK_SIZE
+        before = _held(session, name)
         self.depot.allocate_slots(
             session,
             SlotRequest(
@@ -155,9 +162,7 @@ class Sessions(RuleBasedStateMachine):
                 num_new_tokens=1,
             ),
         )
-        generation = self.request_generations[request.handle]
-        for block_id in session.manager.get_block_ids(name)[0][num_held_blocks:]:
-            self.block_generations[block_id] = generation
+        self._note_blocks(request, session, before)
 
     @rule(who=st.integers(0, NUM_SESSIONS - 1), name=st.sampled_from("abc"))
     def confirm(self, who: int, name: str) -> None:
@@ -204,7 +209,8 @@ class Sessions(RuleBasedStateMachine):
 
     def _blocks_of(self, session: Session) -> Iterator[KVCacheBlock]:
         for name in session.requests:
-            yield from session.manager.get_blocks(name).blocks[0]
+            for table in session.manager.get_blocks(name).blocks:
+                yield from (block for block in table if not block.is_null)
         for detached in session.tickets.values():
             yield from detached.blocks
 
@@ -225,7 +231,9 @@ class Sessions(RuleBasedStateMachine):
     @precondition(lambda self: self.depot.departed)
     @rule(data=st.data())
     def quarantine_is_over(self, data: st.DataObject) -> None:
-        session = self.depot.departed[data.draw(st.sampled_from(sorted(self.depot.departed)))]
+        # In the order they left: session ids are random.
+        departed = list(self.depot.departed.values())
+        session = departed[data.draw(st.integers(0, len(departed) - 1))]
         assert self.depot.end_quarantine(session)
         self.written_by_workers.pop(session.session_id)
 
@@ -261,7 +269,7 @@ class Sessions(RuleBasedStateMachine):
                 *(
                     request.extra
                     for request in session.requests.values()
-                    if session.manager.get_block_ids(request.request_id)[0]
+                    if _held(session, request.request_id)
                 ),
                 *(detached.extra for detached in session.tickets.values()),
             )
@@ -299,7 +307,7 @@ class Sessions(RuleBasedStateMachine):
         for written in self.written_by_workers.values():
             for session in self.sessions:
                 for name in session.requests:
-                    assert not written.intersection(session.manager.get_block_ids(name)[0])
+                    assert not written & _held(session, name)
 
     @invariant()
     def followers_know_what_is_here(self) -> None:
@@ -307,26 +315,59 @@ class Sessions(RuleBasedStateMachine):
             if isinstance(event, AllBlocksCleared):
                 self.mirror.clear()
             elif isinstance(event, BlockStored):
-                assert not self.mirror.intersection(event.block_hashes)
-                self.mirror.update(event.block_hashes)
+                assert not self.mirror.intersection(_names(event))
+                self.mirror.update(_names(event))
             elif isinstance(event, BlockRemoved):
-                assert self.mirror.issuperset(event.block_hashes)
-                self.mirror.difference_update(event.block_hashes)
-        ready = [block_hash for event in self.depot.snapshot() for block_hash in event.block_hashes]
+                assert self.mirror.issuperset(_names(event))
+                self.mirror.difference_update(_names(event))
+        ready = [name for event in self.depot.snapshot() for name in _names(event)]
         assert sorted(ready) == sorted(self.mirror)
 
     @invariant()
     def nobody_reads_what_is_not_written(self) -> None:
         for session in self.sessions:
             for request_id in session.requests:
-                for block in session.manager.get_blocks(request_id).blocks[0]:
-                    assert block.pending_view in (None, session.view)
+                for table in session.manager.get_blocks(request_id).blocks:
+                    for block in table:
+                        assert block.pending_view in (None, session.view)
+
+
+def _held(session: Session, request_id: str) -> set[int]:
+    return set().union(*session.manager.get_block_ids(request_id)) - {0}
+
+
+def _names(event: BlockStored | BlockRemoved) -> list[tuple[int, bytes]]:
+    return [(event.group, block_hash) for block_hash in event.block_hashes]
+
+
+class WindowSessions(Sessions):
+    """Beside full attention, a window in blocks of half the size, and a wider one."""
+
+    def make_depot(self) -> Depot:
+        specs = (full(2 * BLOCK_SIZE), window(4, BLOCK_SIZE), window(7, 2 * BLOCK_SIZE))
+        return Depot(groups_config(14, *specs, max_model_len=256))
+
+
+class StateSessions(Sessions):
+    """Beside full attention, states at block boundaries, with one for a draft token."""
+
+    def make_depot(self) -> Depot:
+        states = mamba("align", BLOCK_SIZE, num_speculative_blocks=1)
+        return Depot(groups_config(14, states, full(BLOCK_SIZE), max_model_len=256))
+
+
+def _settings(max_examples: int) -> settings:
+    return settings(
+        max_examples=max_examples,
+        stateful_step_count=60,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
 
 
 TestSessions = Sessions.TestCase
-TestSessions.settings = settings(
-    max_examples=150,
-    stateful_step_count=60,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+TestSessions.settings = _settings(150)
+TestWindowSessions = WindowSessions.TestCase
+TestWindowSessions.settings = _settings(60)
+TestStateSessions = StateSessions.TestCase
+TestStateSessions.settings = _settings(60)

@@ -7,8 +7,7 @@ from random import Random
 
 import pytest
 
-from building import content, make_depot, make_request, token_bytes
-from kvcore import single_type
+from building import content, full, make_depot, make_request, mamba, token_bytes, window
 from kvcore.check import check
 from kvcore.depot import Depot
 from kvcore.manager import KVCacheManager
@@ -24,21 +23,9 @@ from kvcore.operation import (
 )
 from kvcore.request import RequestStatus
 from kvcore.session import Session
-from kvcore.single_type import FullAttentionManager
-from kvcore.spec import DepotConfig, FullAttentionSpec, KVCacheConfig, KVCacheGroup
-
-WINDOW = 5
-
-
-class WindowSpec(FullAttentionSpec):
-    """Of layers that look at the last WINDOW tokens."""
-
-
-class WindowManager(FullAttentionManager):
-    """Releases what the window has passed."""
-
-    def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        return num_computed_tokens - WINDOW + 1
+from kvcore.single_type import FullAttentionManager, registry
+from kvcore.single_type.base import SingleTypeKVCacheManager
+from kvcore.spec import DepotConfig, EncoderOnlyAttentionSpec, KVCacheConfig, KVCacheGroup, RSWASpec
 
 
 def never_settled(manager: KVCacheManager) -> None:
@@ -111,8 +98,8 @@ def all_of(depot: Depot, session: Session) -> list[object]:
         [
             (
                 request.request_id, request.status, request.num_tokens,
-                request.num_computed_tokens, request.num_confirmed_blocks,
-                request.registered_from, request.registered_step, request.block_hashes,
+                request.num_computed_tokens, request.num_confirmed_tokens,
+                request.registered_step, request.block_hashes,
                 session.manager.get_block_ids(request.request_id),
             )
             for request in session.requests.values()
@@ -145,16 +132,19 @@ def test_steps_are_answered_as_in_full(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_groups_of_several_kinds_grow_as_in_full(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(single_type.MANAGERS, WindowSpec, WindowManager)
-    groups = (
-        KVCacheGroup(("full",), FullAttentionSpec(4, num_kv_heads=1, head_size=16)),
-        KVCacheGroup(("window",), WindowSpec(2, num_kv_heads=1, head_size=16)),
-        KVCacheGroup(("coarse",), WindowSpec(8, num_kv_heads=1, head_size=16)),
-    )
-    config = DepotConfig(KVCacheConfig(40, groups), enable_caching=False, max_model_len=30)
+def test_groups_of_several_kinds_grow_as_in_full(seed: int) -> None:
+    specs = {
+        "full": full(),
+        "window": window(5, block_size=2),
+        "coarse": window(5, block_size=8),
+        "state": mamba("none", num_speculative_blocks=seed % 2),
+        "aligned": mamba("align", num_speculative_blocks=seed % 3),
+        "encoder": EncoderOnlyAttentionSpec(4, num_kv_heads=1, head_size=16),
+    }
+    if seed % 4 == 0:
+        specs["reference"] = RSWASpec(4, num_kv_heads=1, head_size=16, rswa_window=4)
+    groups = tuple(KVCacheGroup((name,), spec) for name, spec in specs.items())
+    config = DepotConfig(KVCacheConfig(70, groups), enable_caching=False, max_model_len=30)
     fast, slow = KVCacheManager(config), KVCacheManager(config)
     never_settled(slow)
     random, num_settled = Random(seed), 0
@@ -166,6 +156,7 @@ def test_groups_of_several_kinds_grow_as_in_full(
             assert manager.allocate_slots(request, 5) is not None
             request.num_computed_tokens = 5
             request.status = RequestStatus.RUNNING
+            request.num_prompt_tokens = 5
     for _ in range(200):
         pair = random.choice(requests)
         num_new, num_lookahead = random.choice([1, 1, 1, 3]), random.choice([0, 0, 1, 2])
@@ -188,14 +179,25 @@ def test_groups_of_several_kinds_grow_as_in_full(
                 request.num_computed_tokens = 0
                 assert manager.allocate_slots(request, 5) is not None
                 request.num_computed_tokens = 5
-    assert 20 < num_settled < 180
+    assert (num_settled == 0) if "reference" in specs else (20 < num_settled < 180)
 
 
 def test_who_changes_an_allocation_says_when_it_changes_nothing() -> None:
-    base = single_type.SingleTypeKVCacheManager
-    called = ("get_num_blocks_to_allocate", "allocate_new_blocks", "cache_blocks")
-    for manager in single_type.MANAGERS.values():
-        if any(getattr(manager, name) is not getattr(base, name) for name in called) or (
-            manager.remove_skipped_blocks is not base.remove_skipped_blocks
-        ):
+    base = SingleTypeKVCacheManager
+    called = (
+        "get_num_blocks_to_allocate",
+        "allocate_new_blocks",
+        "cache_blocks",
+        "remove_skipped_blocks",
+    )
+    for manager in registry._MANAGERS.values():
+        if any(getattr(manager, name) is not getattr(base, name) for name in called):
             assert manager.is_settled is not base.is_settled, manager
+
+    class Forgetful(FullAttentionManager):
+        def remove_skipped_blocks(
+            self, request_id: str, total_computed_tokens: int, num_prompt_tokens: int | None
+        ) -> None:
+            pass
+
+    assert not Forgetful.is_settled(None, "a", 1, 2, 2)  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ def test_qwen2_half_a_billion() -> None:
     available = 131_928 * 8192 * 24 + 8191
     assert num_blocks_for(available, (QWEN2,)) == 131_928
     pool = KVCacheConfig(131_928, (QWEN2,))
-    assert pool.pool_bytes // pool.group_size == 1_080_754_176
+    assert pool.pool_bytes // len(pool.places[0]) == 1_080_754_176
 
 
 @pytest.mark.parametrize(

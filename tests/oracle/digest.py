@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from typing import Any
 
-from interpreter import Backend, Interpreter
+from backend import Backend
+from interpreter import Interpreter
 
 SKIPPED = "-"
 RAISED = "!"
@@ -22,13 +24,21 @@ def digest(record: dict[str, Any] | None) -> str:
 
 
 def run_all(
-    backend: Backend, config: dict[str, Any], ops: list[dict[str, Any]], full: bool
+    make_backend: Callable[[dict[str, Any]], Backend],
+    config: dict[str, Any],
+    ops: list[dict[str, Any]],
+    full: bool,
 ) -> dict[str, Any]:
     """What the operations answered: {"digests"} of all, or {"records"} in full.
 
-    Stops after ``config["ops_max"]`` operations that were not skipped, or the first that raised.
+    Stops after ``config["ops_max"]`` operations that were not skipped, or the first that raised. A
+    configuration that no manager takes answers as one operation that raised.
     """
-    interpreter = Interpreter(backend, config)
+    try:
+        interpreter = Interpreter(make_backend(config), config)
+    except Exception as error:
+        refusal = {"raised": f"{type(error).__name__}: {error}"}
+        return {"records": [refusal]} if full else {"digests": [digest(refusal)]}
     results: list[Any] = []
     for operation in ops:
         _, record = interpreter.run(operation)

@@ -15,8 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from backend import Backend
 from digest import RAISED, SKIPPED, run_all
-from interpreter import Backend, Interpreter
+from interpreter import Interpreter
 from sequence import Operation, Sequence
 from shrink import shrink
 
@@ -49,11 +50,14 @@ class Local:
     def answer(self) -> list[Any]:
         assert self.task is not None
         config, ops, full = self.task
-        return _results(run_all(self.make_backend(config), config, ops, full))
+        return _results(run_all(self.make_backend, config, ops, full))
 
     def resolve(self, config: dict[str, Any], ops: list[Operation]) -> list[Operation]:
         """``ops`` with every pick replaced by the request picked, the skipped ones left out."""
-        interpreter = Interpreter(self.make_backend(config), config)
+        try:
+            interpreter = Interpreter(self.make_backend(config), config)
+        except Exception:  # refused: nothing is picked
+            return ops
         resolved = []
         for operation in ops:
             named, record = interpreter.run(operation)
@@ -114,18 +118,25 @@ class Oracle:
         self.errors.close()
 
     def begin(self, config: dict[str, Any], ops: list[Operation], full: bool) -> None:
-        assert self.process.stdin is not None
-        try:
-            print(
-                json.dumps({"config": config, "ops": ops, "full": full}),
-                file=self.process.stdin,
-                flush=True,
-            )
-        except BrokenPipeError:
-            raise self._died() from None
+        self._write({"config": config, "ops": ops, "full": full})
 
     def answer(self) -> list[Any]:
         return _results(self._read())
+
+    def describe_specs(
+        self, config: dict[str, Any], specs: list[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """What each spec says of itself under ``config``, or {"raised"}."""
+        self._write({"config": config, "specs": specs})
+        described: list[dict[str, Any]] = self._read()["specs"]
+        return described
+
+    def _write(self, task: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        try:
+            print(json.dumps(task), file=self.process.stdin, flush=True)
+        except BrokenPipeError:
+            raise self._died() from None
 
     def _read(self) -> dict[str, Any]:
         assert self.process.stdout is not None

@@ -16,10 +16,17 @@ thing that vLLM's Scheduler (or AsyncScheduler, or a KV connector's) does.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple
+
+from backend import Backend
 
 LIVE_MAX = 12
 """Requests at a time; an ``add`` beyond it is skipped."""
+
+LOOKAHEAD_MAX = 5
+
+CHECK_EVERY = 4
+"""Operations between two checks of all invariants, which cost more than an operation."""
 
 OWED_MAX = 2
 """Steps in flight for one request: an asynchronous scheduler runs one step ahead."""
@@ -32,39 +39,6 @@ GONE_MAX = 4
 """Finished requests remembered, to be freed once more."""
 
 
-class Backend(Protocol):
-    """One side: how to make, change and read what the two managers name differently."""
-
-    manager: Any
-
-    def make_request(
-        self,
-        request_id: str,
-        tokens: list[int],
-        *,
-        lora: tuple[str, int] | None,
-        salt: str | None,
-        skip_reading: bool,
-    ) -> Any: ...
-
-    def append(self, request: Any, tokens: list[int]) -> None: ...
-
-    def set_status(self, request: Any, name: str) -> None: ...
-
-    def return_blocks(self, blocks: list[Any]) -> None: ...
-
-    def free_queue(self) -> list[int]: ...
-
-    def blocks(self) -> tuple[list[int], list[str | None]]:
-        """Every block's reference count, and its hash in hex."""
-
-    def events(self) -> list[list[Any]]: ...
-
-    def stats(self) -> list[int] | None: ...
-
-    def violations(self) -> list[str]: ...
-
-
 @dataclass
 class Live:
     """A request that the scheduler knows. Phases: waiting, loading, running."""
@@ -75,6 +49,7 @@ class Live:
     """Draft tokens scheduled last, whose fate is open."""
     owed: int = 0
     """Steps whose sampled tokens have not come back."""
+    num_encoder_tokens: int = 0
 
     @property
     def fresh(self) -> bool:
@@ -88,6 +63,17 @@ class Live:
         )
 
 
+class Hit(NamedTuple):
+    """What a lookup answered: KVCacheBlocks, or None without a lookup."""
+
+    blocks: Any
+    num_tokens: int
+    num_uncached: int
+
+
+NOTHING = Hit(None, 0, 0)
+
+
 class Interpreter:
     """One manager under one sequence. ``config`` is what the generator chose for it."""
 
@@ -95,9 +81,19 @@ class Interpreter:
         self.backend = backend
         self.manager = backend.manager
         self.max_model_len: int = config["max_model_len"]
-        self.block_size: int = config["block_size"]
         self.num_blocks: int = config["num_blocks"]
         self.drain_every: int = config["drain_every"]
+        self.use_eagle: bool = config["use_eagle"]
+        self.specs: list[dict[str, Any]] = [group["spec"] for group in config["groups"]]
+        mambas = [spec for spec in self.specs if spec["kind"] == "MambaSpec"]
+        self.aligned_to = max(
+            (spec["block_size"] for spec in mambas if spec["mamba_cache_mode"] == "align"),
+            default=None,
+        )
+        self.group_hits = bool(mambas) and len(self.specs) > 1 and config["enable_caching"]
+        sizes = backend.describe()
+        self.block_size: int = sizes["scheduler_block_size"]
+        self.hash_block_size: int = sizes["hash_block_size"]
         self.live: dict[str, Live] = {}
         self.tickets: dict[str, list[Any]] = {}
         self.gone: dict[str, Live] = {}
@@ -131,15 +127,16 @@ class Interpreter:
             "queue": backend.free_queue(),
             "refs": refs,
             "hashes": hashes,
-            "tables": {who: list(manager.get_block_ids(who)[0]) for who in self.live},
+            "tables": {who: _lists(manager.get_block_ids(who)) for who in self.live},
             "computed": {who: one.request.num_computed_tokens for who, one in self.live.items()},
             "usage": round(manager.usage, 9),
             "common": None
             if running is None
             else list(manager.get_num_common_prefix_blocks(running)),
             "events": backend.events(),
-            "violations": backend.violations(),
         }
+        if self.count % CHECK_EVERY == 0:
+            state["violations"] = backend.violations()
         if self.count % self.drain_every == 0:
             state["new_block_ids"] = list(manager.take_new_block_ids())
             state["stats"] = backend.stats()
@@ -162,6 +159,7 @@ class Interpreter:
         lora: list[Any] | None = None,
         salt: str | None = None,
         skip_reading: bool = False,
+        encoder: int = 0,
     ) -> Any:
         """A request arrives. ``tokens`` are runs [first token, how many]."""
         if len(self.live) >= LIVE_MAX or who in self.live:
@@ -174,7 +172,7 @@ class Interpreter:
             salt=salt,
             skip_reading=skip_reading,
         )
-        self.live[who] = Live(request)
+        self.live[who] = Live(request, num_encoder_tokens=encoder)
         return who, request.num_tokens
 
     def finish(self, who: str | int) -> Any:
@@ -237,19 +235,29 @@ class Interpreter:
 
     # --- admission ----------------------------------------------------------------------
 
-    def lookup(self, who: str | int) -> Any:
+    def lookup(self, who: str | int, per_group: bool = False) -> Any:
         """A lookup from which nothing follows."""
         name = self._pick(who, self._where(lambda one: one.fresh))
         if name is None:
             return None
-        blocks, num_hit_tokens = self.manager.get_computed_blocks(self.live[name].request)
-        return name, [num_hit_tokens, list(blocks.get_block_ids()[0])]
+        hit = self._lookup(self.live[name].request, per_group)
+        return name, [hit.num_tokens, _ids(hit.blocks), hit.num_uncached]
+
+    def _lookup(self, request: Any, per_group: bool) -> Hit:
+        """A scheduler with a connector asks a Mamba hybrid for every group's own hit."""
+        if per_group and self.group_hits and not request.skip_reading_prefix_cache:
+            blocks, lengths = self.backend.hits_per_group(request)
+            num_tokens = max(lengths)
+        else:
+            blocks, num_tokens = self.manager.get_computed_blocks(request)
+        return Hit(blocks, num_tokens, self.backend.num_uncached_common_prefix_tokens())
 
     def admit(
         self,
         who: str | int,
         chunk: int,
         use_hit: bool = True,
+        per_group: bool = False,
         lookahead: int = 0,
         external: int = 0,
         load: bool = False,
@@ -257,6 +265,7 @@ class Interpreter:
         whole: bool = False,
         reserved: int = 0,
         scheduled: bool = True,
+        scarce: bool = False,
     ) -> Any:
         """A waiting request gets its first slots: lookup, external tokens, allocation.
 
@@ -267,34 +276,76 @@ class Interpreter:
             return None
         one = self.live[name]
         request = one.request
-        blocks, num_hit_tokens, hit_ids = None, 0, []
+        hit = NOTHING
         if not one.fresh:
-            blocks, external = self.manager.empty_kv_cache_blocks, 0
+            hit, external = Hit(self.manager.empty_kv_cache_blocks, 0, 0), 0
         elif use_hit:
-            blocks, num_hit_tokens = self.manager.get_computed_blocks(request)
-            hit_ids = list(blocks.get_block_ids()[0])
-        num_left = request.num_tokens - request.num_computed_tokens - num_hit_tokens
+            hit = self._lookup(request, per_group)
+        num_left = request.num_tokens - request.num_computed_tokens - hit.num_tokens
         external = min(external, num_left if load else num_left - 1)
+        if external > 0 and self.aligned_to and not scarce:
+            external *= self._plenty(request.num_tokens)
         load = load and external > 0
-        num_new_tokens = 0 if load else min(chunk, num_left - external)
+        num_new_tokens = 0
+        if not load:
+            num_new_tokens = self._aligned(
+                request, min(chunk, num_left - external), hit.num_tokens + external, hit
+            )
+        answer = [hit.num_tokens, _ids(hit.blocks), hit.num_uncached, external, num_new_tokens]
+        if not load and num_new_tokens == 0:
+            return name, [*answer, "no whole block"]
         allocated = self.manager.allocate_slots(
             request,
             num_new_tokens,
-            num_new_computed_tokens=num_hit_tokens,
-            new_computed_blocks=blocks,
+            num_new_computed_tokens=hit.num_tokens,
+            new_computed_blocks=hit.blocks,
             num_lookahead_tokens=0 if load else lookahead,
             num_external_computed_tokens=external,
             delay_cache_blocks=load or delay,
+            num_encoder_tokens=0 if load else one.num_encoder_tokens,
             full_sequence_must_fit=whole,
             reserved_blocks=reserved,
             has_scheduled_reqs=scheduled,
         )
         if allocated is not None:
-            request.num_computed_tokens += num_hit_tokens + external + num_new_tokens
+            request.num_computed_tokens += hit.num_tokens + external + num_new_tokens
             one.phase = "loading" if load else "running"
             if not load:
                 self._scheduled(one)
-        return name, [num_hit_tokens, hit_ids, external, num_new_tokens, _ids(allocated)]
+        return name, [*answer, _ids(allocated)]
+
+    def _plenty(self, num_tokens: int) -> bool:
+        """Whether every group could hold ``num_tokens`` and more, without any hit.
+
+        If not, vLLM may admit a request with an external state and then raise.
+        """
+        needed = sum(
+            -(-(num_tokens + LOOKAHEAD_MAX) // spec["block_size"])
+            + 1
+            + spec.get("num_speculative_blocks", 0)
+            for spec in self.specs
+        )
+        return len(self.backend.free_queue()) >= needed
+
+    def _aligned(self, request: Any, num_new_tokens: int, num_hit_tokens: int, hit: Hit) -> int:
+        """How many tokens a scheduler computes when a Mamba state is to be cached: whole blocks
+        in a prefill, up to the last boundary, and no more than others had in common.
+        """
+        block_size = self.aligned_to
+        start = request.num_computed_tokens + num_hit_tokens
+        if block_size is None or start >= max(request.num_prompt_tokens, request.num_tokens - 1):
+            return num_new_tokens
+        last = request.num_tokens - request.num_tokens % block_size
+        if self.use_eagle:
+            last = max(last - block_size, 0)
+        stop = start + num_new_tokens
+        if stop < last:
+            num_new_tokens -= num_new_tokens % block_size
+        elif start < last < stop:
+            num_new_tokens = last - start
+        if block_size <= hit.num_uncached < num_new_tokens:
+            num_new_tokens = hit.num_uncached - hit.num_uncached % block_size
+        return num_new_tokens
 
     def loaded(self, who: str | int, percent: int) -> Any:
         """External tokens arrived: all of them (100), fewer, or none (0)."""
@@ -304,6 +355,8 @@ class Interpreter:
         one = self.live[name]
         request = one.request
         one.phase = "waiting"
+        if len(self.specs) > 1:
+            percent = percent // 100 * 100  # no scheduler keeps a part of several groups
         num_computed = request.num_computed_tokens * percent // 100
         request.num_computed_tokens = num_computed
         if num_computed == 0:
@@ -329,6 +382,8 @@ class Interpreter:
             num_wanted = request.num_tokens + drafts - request.num_computed_tokens
         num_room = self.max_model_len - request.num_computed_tokens
         num_new_tokens = min(num_wanted, chunk, num_room)
+        if num_new_tokens > 0:
+            num_new_tokens = self._aligned(request, num_new_tokens, 0, NOTHING)
         if num_new_tokens <= 0:
             return None
         allocated = self.manager.allocate_slots(
@@ -376,9 +431,12 @@ class Interpreter:
         return name, num_tokens
 
     def invalidate(self, who: str | int, percent: int) -> Any:
-        """A synchronous load failed: blocks from some boundary on are evicted and recomputed."""
+        """A synchronous load failed: blocks from some boundary on are evicted and recomputed.
+
+        Schedulers do so with one group only.
+        """
         name = self._pick(who, self._where(lambda one: one.phase == "running" and one.owed == 0))
-        if name is None:
+        if name is None or len(self.specs) != 1 or self.aligned_to is not None:
             return None
         request = self.live[name].request
         num_valid_blocks = request.num_computed_tokens * percent // 100 // self.block_size
@@ -386,7 +444,50 @@ class Interpreter:
         self.manager.evict_blocks(set(self.manager.get_block_ids(name)[0][num_valid_blocks:]))
         return name, num_valid_blocks
 
+    def skip(self, who: str | int, prompt: bool) -> Any:
+        """Blocks that no attention looks at are freed, as before a table goes to a connector."""
+        name = self._pick(who, self._where(lambda one: one.phase == "running"))
+        if name is None:
+            return None
+        request = self.live[name].request
+        self.manager.remove_skipped_blocks(
+            name,
+            request.num_computed_tokens,
+            num_prompt_tokens=request.num_prompt_tokens if prompt else None,
+        )
+        return name, None
+
+    def partial(self, who: str | int, group: int, back: int) -> Any:
+        """A block that is not full becomes reachable from a boundary inside it."""
+        name = self._pick(who, self._where(lambda one: one.phase == "running"))
+        coarse = [
+            number
+            for number, spec in enumerate(self.specs)
+            if spec["block_size"] > self.hash_block_size
+        ]
+        if name is None or not coarse or self.block_size == self.hash_block_size:
+            return None
+        request = self.live[name].request
+        group = coarse[group % len(coarse)]
+        block_size = self.specs[group]["block_size"]
+        num_known = min(request.num_computed_tokens, request.num_tokens)
+        num_tokens = (num_known // self.hash_block_size - back) * self.hash_block_size
+        if num_tokens % block_size == 0:
+            num_tokens -= self.hash_block_size
+        table = self.manager.get_blocks(name).blocks[group]
+        if num_tokens <= 0 or num_tokens // block_size >= len(table):
+            return None
+        block = table[num_tokens // block_size]
+        return name, [
+            block.block_id,
+            num_tokens,
+            self.backend.cache_partial_block(request, block, num_tokens, group),
+        ]
+
     # --- the pool, and questions ------------------------------------------------------------
+
+    def describe(self) -> Any:
+        return None, self.backend.describe()
 
     def evict(self, blocks: list[int]) -> Any:
         self.manager.evict_blocks({block % self.num_blocks for block in blocks})
@@ -425,18 +526,24 @@ class Interpreter:
         manager = self.manager
         blocks = manager.get_blocks(name)
         running = self.live[name].phase == "running"
-        manager.remove_skipped_blocks(name, self.live[name].request.num_computed_tokens)
         return name, [
-            list(manager.get_block_ids_for_computed_tokens(name, num_tokens)[0]),
-            list(blocks.get_unhashed_block_ids()),
+            _lists(manager.get_block_ids_for_computed_tokens(name, num_tokens)),
+            list(blocks.get_unhashed_block_ids()) if len(self.specs) == 1 else None,
+            _lists(blocks.get_unhashed_block_ids_all_groups()),
             _ids(blocks, allow_none=True),
             _ids(blocks + blocks),
             _ids(blocks.new_empty()),
             _ids(blocks.new_empty(), allow_none=True),
             list(manager.get_num_common_prefix_blocks(name)) if running else None,
+            # In align mode vLLM's count can fall below zero.
+            None if self.aligned_to else self.backend.remaining_blocks(self.live[name].request),
         ]
 
 
-def _ids(blocks: Any, allow_none: bool = False) -> list[int] | None:
+def _ids(blocks: Any, allow_none: bool = False) -> list[list[int]] | None:
     ids = None if blocks is None else blocks.get_block_ids(allow_none=allow_none)
-    return None if ids is None else list(ids[0])
+    return None if ids is None else _lists(ids)
+
+
+def _lists(ids: Any) -> list[list[int]]:
+    return [list(group) for group in ids]

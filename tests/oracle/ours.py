@@ -5,37 +5,105 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
+import kvcore.spec
+from backend import hash_names, sort_removals
+from kvcore.block import KVCacheBlock
 from kvcore.check import check
 from kvcore.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from kvcore.hashing import ExtraKeys, make_scheme
-from kvcore.manager import KVCacheManager
+from kvcore.hybrid import HybridKVCacheCoordinator
+from kvcore.manager import KVCacheBlocks, KVCacheManager
 from kvcore.request import Request, RequestStatus
-from kvcore.spec import DepotConfig, FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from kvcore.spec import DepotConfig, KVCacheConfig, KVCacheGroup, KVCacheSpec, RequestLimits
 
 HASH_SCHEME = "sha256_cbor"
 HASH_SEED = "0"
 
 
+def make_spec(values: dict[str, Any]) -> KVCacheSpec:
+    """A spec from its class name ("kind") and fields."""
+    fields = dict(values)
+    spec_class: type[KVCacheSpec] = getattr(kvcore.spec, fields.pop("kind"))
+    if "kv_cache_specs" in fields:
+        fields["kv_cache_specs"] = {
+            name: make_spec(spec) for name, spec in fields["kv_cache_specs"].items()
+        }
+    if "shapes" in fields:
+        fields["shapes"] = tuple(tuple(shape) for shape in fields["shapes"])
+        fields["dtypes"] = tuple(fields["dtypes"])
+    return spec_class(**fields)
+
+
+def describe_spec(spec: KVCacheSpec, config: dict[str, Any]) -> dict[str, Any]:
+    """What a spec says of itself, under a configuration's lengths."""
+    max_model_len = config["max_model_len"]
+    max_num_batched_tokens = config["max_num_batched_tokens"] or max_model_len
+    limits = RequestLimits(
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_encoder_input_tokens=config["encoder_max"],
+        dcp_world_size=config["dcp_world_size"],
+        pcp_world_size=config["pcp_world_size"],
+    )
+    return {
+        "page_size_bytes": spec.page_size_bytes,
+        "storage_block_size": spec.storage_block_size,
+        "kind": spec.kind,
+        "sliding_window": spec.event_window,
+        "max_admission_blocks_per_request": spec.max_admission_blocks_per_request(
+            max_num_batched_tokens, max_model_len
+        ),
+        "max_memory_usage_bytes": spec.max_memory_usage_bytes(limits),
+    }
+
+
 class KvcoreBackend:
-    """A manager of kvcore under the configuration of a sequence."""
+    """kvcore's side of backend.Backend: a manager under the configuration of a sequence."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        self.block_size: int = config["block_size"]
-        spec = FullAttentionSpec(self.block_size, num_kv_heads=1, head_size=16)
-        pool = KVCacheConfig(config["num_blocks"], (KVCacheGroup(("layer",), spec),))
+        self.config = config
+        groups = tuple(
+            KVCacheGroup(tuple(group["layers"]), make_spec(group["spec"]), group["eagle"])
+            for group in config["groups"]
+        )
+        self.depot = DepotConfig(
+            KVCacheConfig(config["num_blocks"], groups),
+            max_model_len=config["max_model_len"],
+            max_num_batched_tokens=config["max_num_batched_tokens"],
+            hash_block_size=config["hash_block_size"],
+            enable_caching=config["enable_caching"],
+            use_eagle=config["use_eagle"],
+            prefix_cache_retention_interval=config["retention_interval"],
+            dcp_world_size=config["dcp_world_size"],
+            pcp_world_size=config["pcp_world_size"],
+            hash_scheme=HASH_SCHEME,
+            hash_seed=HASH_SEED,
+            watermark=config["watermark"],
+        )
         self.manager = KVCacheManager(
-            DepotConfig(
-                pool,
-                max_model_len=config["max_model_len"],
-                enable_caching=config["enable_caching"],
-                hash_scheme=HASH_SCHEME,
-                hash_seed=HASH_SEED,
-                watermark=config["watermark"],
-            ),
+            self.depot,
             enable_kv_cache_events=config["events"],
             log_stats=config["log_stats"],
         )
         self.scheme = make_scheme(HASH_SCHEME, HASH_SEED)
+        self.partial = config["partial"]
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "scheduler_block_size": self.depot.scheduler_block_size,
+            "hash_block_size": self.depot.hash_block_size,
+            "watermark_blocks": self.manager.watermark_blocks,
+            "groups": [
+                {
+                    **describe_spec(group.spec, self.config),
+                    "block_size": manager.block_size,
+                    "use_eagle": manager.group in self.depot.eagle_group_ids,
+                }
+                for group, manager in zip(
+                    self.depot.kv_cache.groups, self.manager.coordinator.managers, strict=True
+                )
+            ],
+        }
 
     def make_request(
         self,
@@ -49,7 +117,7 @@ class KvcoreBackend:
         extra = ExtraKeys(lora_name=None if lora is None else lora[0], cache_salt=salt)
         request = Request(
             request_id,
-            hash_chain=self.scheme.chain(self.block_size, extra),
+            hash_chain=self.scheme.chain(self.depot.hash_block_size, extra),
             extra=extra,
             lora_id=None if lora is None else lora[1],
             num_prompt_tokens=len(tokens),
@@ -70,14 +138,69 @@ class KvcoreBackend:
     def free_queue(self) -> list[int]:
         return self.manager.block_pool.free_queue.block_ids()
 
+    def hits_per_group(self, request: Request) -> tuple[KVCacheBlocks, list[int]]:
+        manager = self.manager
+        coordinator = manager.coordinator
+        assert isinstance(coordinator, HybridKVCacheCoordinator)
+        blocks, lengths = coordinator.find_longest_cache_hit_per_group(
+            request.block_hashes, request.num_tokens - 1
+        )
+        if manager.log_stats:
+            stats = manager.prefix_cache_stats
+            prefix = "preempted_" if request.num_preemptions > 0 else ""
+            for name, count in (
+                ("requests", 1),
+                ("queries", request.num_tokens),
+                ("hits", max(lengths)),
+            ):
+                setattr(stats, prefix + name, getattr(stats, prefix + name) + count)
+        return manager.create_kv_cache_blocks(blocks), list(lengths)
+
+    def num_uncached_common_prefix_tokens(self) -> int:
+        coordinator = self.manager.coordinator
+        if isinstance(coordinator, HybridKVCacheCoordinator):
+            return coordinator.num_uncached_common_prefix_tokens
+        return 0
+
+    def cache_partial_block(
+        self, request: Request, block: KVCacheBlock, num_tokens: int, group: int
+    ) -> str | None:
+        block_hash = self.manager.block_pool.cache_partial_block(
+            request,
+            block,
+            num_tokens,
+            block_size=self.manager.coordinator.managers[group].block_size,
+            hash_block_size=self.depot.hash_block_size,
+            group=group,
+            view=self.manager.view,
+        )
+        return None if block_hash is None else block_hash.hex()
+
+    def remaining_blocks(self, request: Request) -> int:
+        manager = self.manager
+        num_tokens = min(request.num_tokens, manager.max_model_len)
+        return manager.coordinator.get_num_blocks_to_allocate(
+            request.request_id,
+            num_tokens,
+            manager.empty_kv_cache_blocks.blocks,
+            request.num_computed_tokens,
+            num_tokens,
+            apply_admission_cap=True,
+        )
+
     def blocks(self) -> tuple[list[int], list[str | None]]:
-        blocks = self.manager.block_pool.blocks
-        return [block.ref_cnt for block in blocks], [
-            None if block.block_hash is None else block.block_hash.hex() for block in blocks
+        pool = self.manager.block_pool
+        others = pool.partial.aliases_by_id
+        return [block.ref_cnt for block in pool.blocks], [
+            None
+            if block.block_hash is None
+            else hash_names(block.block_hash, block.group, others.get(block.block_id, ()))
+            for block in pool.blocks
         ]
 
     def events(self) -> list[list[Any]]:
-        return [_event(event) for event in self.manager.take_events()]
+        events = [_event(event) for event in self.manager.take_events()]
+        return sort_removals(events) if self.partial else events
 
     def stats(self) -> list[int] | None:
         stats = self.manager.make_prefix_cache_stats()
@@ -128,5 +251,6 @@ def _event(event: Event) -> list[Any]:
         else [None if keys is None else list(keys) for keys in event.extra_keys],
         event.group,
         event.spec_kind,
+        event.sliding_window,
         event.medium,
     ]

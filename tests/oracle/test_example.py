@@ -6,40 +6,31 @@ from typing import Any
 
 import pytest
 
+from families import full, group, plain_config
 from harness import Local, Oracle, run_both
 from ours import KvcoreBackend
 from sequence import Operation
 
 pytestmark = pytest.mark.oracle
 
-CONFIG = {
-    "num_blocks": 11,
-    "block_size": 4,
-    "max_model_len": 64,
-    "enable_caching": True,
-    "events": True,
-    "log_stats": True,
-    "watermark": 0.0,
-    "drain_every": 1,
-    "ops_max": 100,
-}
+CONFIG = plain_config(group(full(4)), num_blocks=11, max_model_len=64)
 ALL = 64
 STORY: list[tuple[str, Operation, Any]] = [
     ("request 0 has 15 tokens", {"op": "add", "who": "r0", "tokens": [[0, 15]]}, 15),
     (
         "four blocks, the last not full",
         {"op": "admit", "who": "r0", "chunk": ALL},
-        [0, [], 0, 15, [1, 2, 3, 4]],
+        [0, [[]], 0, 0, 15, [[1, 2, 3, 4]]],
     ),
     ("a token is sampled", {"op": "output", "who": "r0", "accepted": 0, "variant": 0}, 1),
-    ("and fills block 4", {"op": "grow", "who": "r0", "chunk": ALL}, [1, []]),
+    ("and fills block 4", {"op": "grow", "who": "r0", "chunk": ALL}, [1, [[]]]),
     ("another is sampled", {"op": "output", "who": "r0", "accepted": 0, "variant": 0}, 1),
-    ("and begins block 5", {"op": "grow", "who": "r0", "chunk": ALL}, [1, [5]]),
+    ("and begins block 5", {"op": "grow", "who": "r0", "chunk": ALL}, [1, [[5]]]),
     ("request 1 shares 10", {"op": "add", "who": "r1", "tokens": [[0, 10], [100, 4]]}, 14),
     (
         "of which two full blocks are hits",
         {"op": "admit", "who": "r1", "chunk": ALL},
-        [8, [1, 2], 0, 6, [6, 7]],
+        [8, [[1, 2]], 0, 0, 6, [[6, 7]]],
     ),
     ("request 0 ends", {"op": "finish", "who": "r0"}, None),
     ("request 1 ends", {"op": "finish", "who": "r1"}, None),
@@ -47,7 +38,7 @@ STORY: list[tuple[str, Operation, Any]] = [
     (
         "hits three blocks and evicts none of the cached",
         {"op": "admit", "who": "r2", "chunk": ALL},
-        [12, [1, 2, 3], 0, 17, [7, 5, 8, 9, 10]],
+        [12, [[1, 2, 3]], 0, 0, 17, [[7, 5, 8, 9, 10]]],
     ),
 ]
 QUEUE_AFTER = {

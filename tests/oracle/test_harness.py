@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import collections
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from harness import Local, Oracle, OracleError, compare
+from families import FAMILIES
+from harness import Local, Oracle, OracleError
 from ours import KvcoreBackend
 from sequence import WEIGHTS, make_sequence
 from shrink import shrink
@@ -19,102 +19,102 @@ NUM_OPS = 200
 SIGHTS_MIN = 20
 
 
-class FreesHeadFirst(KvcoreBackend):
-    def __init__(self, config: dict[str, Any]) -> None:
-        super().__init__(config)
-        manager = self.manager
-        manager.free = lambda request: manager.return_blocks(  # type: ignore[method-assign]
-            manager.pop_blocks_for_free(request)[::-1]
-        )
-
-
-class ForgetsReservedBlocks(KvcoreBackend):
-    def __init__(self, config: dict[str, Any]) -> None:
-        super().__init__(config)
-        allocate_slots = self.manager.allocate_slots
-        self.manager.allocate_slots = (  # type: ignore[method-assign]
-            lambda *args, reserved_blocks=0, **named: allocate_slots(*args, **named)
-        )
-
-
-class LosesRemovals(KvcoreBackend):
-    def events(self) -> list[list[Any]]:
-        return [event for event in super().events() if event[0] != "removed"]
-
-
-class Crashes(KvcoreBackend):
-    def return_blocks(self, blocks: list[Any]) -> None:
-        raise ZeroDivisionError
-
-
-@pytest.mark.oracle
-@pytest.mark.parametrize(
-    ("mutant", "num_ops_max", "shown"),
-    [
-        pytest.param(FreesHeadFirst, 6, "queue", id="free-order"),
-        pytest.param(ForgetsReservedBlocks, 15, "result", id="reserved-blocks"),
-        pytest.param(LosesRemovals, 8, "events", id="lost-event"),
-        pytest.param(Crashes, 6, "ZeroDivisionError", id="crash"),
-    ],
-)
-def test_divergence_is_found_and_shrunk(
-    oracle: Oracle, mutant: Callable[[dict[str, Any]], KvcoreBackend], num_ops_max: int, shown: str
-) -> None:
-    ours = Local(mutant)
-    reports = (compare(ours, oracle, make_sequence(seed, NUM_OPS))[0] for seed in range(20))
-    report = next(report for report in reports if report is not None)
-    *story, tail = report.partition("\nat ")
-    num_ops = len([line for line in story[0].splitlines() if line.startswith("  ")])
-    assert report.startswith("divergence: seed ")
-    assert num_ops <= num_ops_max, report
-    assert shown in tail, report
-
-
 def test_sequences_are_a_function_of_the_seed() -> None:
     assert make_sequence(7, NUM_OPS) == make_sequence(7, NUM_OPS)
     assert make_sequence(7, NUM_OPS) != make_sequence(8, NUM_OPS)
 
 
-def test_sequences_do_what_they_are_for() -> None:
-    seen = collections.Counter[str]()
-    for seed in range(40):
+@pytest.fixture(scope="module")
+def seen() -> dict[str, collections.Counter[str]]:
+    """How often each family's first sequences did what they are for."""
+    seen = {family: collections.Counter[str]() for family in FAMILIES}
+    for seed in range(SEQUENCES_SEEN * len(FAMILIES)):
         sequence = make_sequence(seed, NUM_OPS)
         ours = Local(KvcoreBackend)
         ours.begin(sequence.config, sequence.ops, full=True)
         for operation, record in zip(sequence.ops, ours.answer(), strict=False):
             if record is not None:
-                seen.update(_sights(operation["op"], record))
-    operations = WEIGHTS.keys() - {"twins"}  # twins are two adds and two admits
-    assert {name: seen[name] for name in (*operations, *SIGHTS) if seen[name] < SIGHTS_MIN} == {}
+                seen[sequence.config["family"]].update(_sights(operation["op"], record))
+    return seen
 
 
-SIGHTS = (
-    "hit",
+def test_sequences_do_every_operation(seen: dict[str, collections.Counter[str]]) -> None:
+    total = sum(seen.values(), collections.Counter[str]())
+    operations = WEIGHTS.keys() - {"twins", "revive"}  # several operations each
+    wanted = (*operations, *EVERYWHERE, "duplicate hash", "reset done", "reset refused")
+    assert {name: total[name] for name in wanted if total[name] < SIGHTS_MIN} == {}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_reach_what_they_are_for(
+    seen: dict[str, collections.Counter[str]], family: str
+) -> None:
+    wanted = {*EVERYWHERE, *({*CACHED} if family not in UNCACHED else ()), *SPECIAL.get(family, ())}
+    if family in ONE_BLOCK_OR_NONE:
+        wanted -= {"growth refused"}
+    assert {name: seen[family][name] for name in wanted if not seen[family][name]} == {}
+
+
+SEQUENCES_SEEN = 8
+EVERYWHERE = (
     "external tokens",
     "delayed load",
     "admission refused",
     "growth refused",
-    "eviction",
-    "duplicate hash",
-    "common prefix",
-    "reset done",
-    "reset refused",
+    "common prefix asked",
 )
+CACHED = ("hit", "eviction", "full pool")
+UNCACHED = ("mamba none", "cross", "uncached", "no groups")
+ONE_BLOCK_OR_NONE = ("mamba none", "no groups")
+WINDOW = ("null block in a table", "null block in a hit", "released while running")
+SPECIAL = {
+    "full attention": ("common prefix",),
+    "full and sliding": (*WINDOW, "uncached prefix"),
+    "block sizes": (*WINDOW, "uncached prefix"),
+    "sliding alone": WINDOW,
+    "sliding several": WINDOW,
+    "chunked local": WINDOW,
+    "mamba all": (*WINDOW, "uncached prefix"),
+    "mamba align": (*WINDOW, "no whole block"),
+    "latent": WINDOW,
+    "eagle fallback": ("null block in a table", "uncached prefix"),
+    "eagle flagged": (*WINDOW, "uncached prefix"),
+    "eagle mamba": WINDOW,
+    "retention": WINDOW,
+    "reference window": ("null block in a table", "released while running"),
+    "uncached": ("null block in a table", "released while running"),
+    "context parallel": ("common prefix",),
+    "partial": ("partial hash", "second hash", "promotion"),
+    "uniform": ("common prefix",),
+    "mixed": (*WINDOW, "uncached prefix"),
+}
 
 
 def _sights(name: str, record: dict[str, Any]) -> list[str]:
     result = record["result"]
     hashes = [block_hash for block_hash in record["hashes"] if block_hash is not None]
+    removed = any(event[0] == "removed" for event in record["events"])
+    admitted = name == "admit" and isinstance(result[5], list)
+    tables = [group for table in record["tables"].values() for group in table]
     sights = {
-        "hit": name == "admit" and result[0] > 0,
-        "external tokens": name == "admit" and result[2] > 0 and result[3] > 0,
-        "delayed load": name == "admit" and result[3] == 0,
-        "admission refused": name == "admit" and result[4] is None,
+        "hit": admitted and result[0] > 0,
+        "null block in a hit": admitted and result[1] and any(0 in group for group in result[1]),
+        "uncached prefix": admitted and result[2] > 0,
+        "external tokens": admitted and result[3] > 0 and result[4] > 0,
+        "delayed load": admitted and result[4] == 0,
+        "admission refused": name == "admit" and result[5] is None,
+        "no whole block": name == "admit" and result[5] == "no whole block",
         "growth refused": name == "grow" and result[1] is None,
-        "eviction": name in ("admit", "grow")
-        and any(event[0] == "removed" for event in record["events"]),
+        "null block in a table": any(0 in group for group in tables),
+        "released while running": name == "skip" and any(0 in group for group in tables),
+        "eviction": name in ("admit", "grow") and removed,
+        "full pool": not record["queue"],
         "duplicate hash": len(hashes) > len(set(hashes)),
-        "common prefix": bool(record["common"] and record["common"][0]),
+        "common prefix asked": record["common"] is not None,
+        "common prefix": bool(record["common"] and any(record["common"])),
+        "partial hash": name == "partial" and result[2] is not None,
+        "second hash": any("+" in one for one in hashes),
+        "promotion": name == "grow" and removed and result[1] and not any(result[1]),
         "reset done": name == "reset" and result,
         "reset refused": name == "reset" and not result,
     }

@@ -1,6 +1,7 @@
-"""kvcore decides as vLLM 0.25.1 does, block for block, after every operation.
+"""kvcore decides as vLLM 0.25.1 does, block for block, after every operation, with every kind
+of attention (families.py).
 
-KVDEPOT_ORACLE_SEEDS says how many sequences run (default 300), KVDEPOT_ORACLE_FIRST_SEED where
+KVDEPOT_ORACLE_SEEDS says how many sequences run (default 600), KVDEPOT_ORACLE_FIRST_SEED where
 they begin.
 """
 
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.oracle
 NUM_OPS = 200
 SEEDS_PER_TEST = 30
 FIRST_SEED = int(os.environ.get("KVDEPOT_ORACLE_FIRST_SEED", "0"))
-NUM_SEEDS = int(os.environ.get("KVDEPOT_ORACLE_SEEDS", "300"))
+NUM_SEEDS = int(os.environ.get("KVDEPOT_ORACLE_SEEDS", "600"))
 LAST_SEED = FIRST_SEED + NUM_SEEDS
 CHUNKS = [
     range(first, min(first + SEEDS_PER_TEST, LAST_SEED))

@@ -16,8 +16,8 @@ def test_opening_describes_the_pool(served: Served) -> None:
     assert opened.reply_window == 64
     pool = opened.pool
     assert (pool.num_blocks, pool.hash_block_size) == (33, BLOCK_SIZE)
-    assert [group.block_size for group in pool.groups] == [BLOCK_SIZE]
-    assert pool.groups[0].kind == types_pb2.SPEC_KIND_FULL_ATTENTION
+    assert [group.spec.block_size for group in pool.groups] == [BLOCK_SIZE]
+    assert pool.groups[0].spec.kind == types_pb2.SPEC_KIND_FULL_ATTENTION
     assert [layer.name for layer in pool.layers] == list(pool.groups[0].layer_names)
     assert pool.mapping_bytes == 33 * BLOCK_SIZE * 128
     assert served.stats().num_sessions == 1

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
 from urllib.request import urlopen
 
 import grpc
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvdepot.v1 import transfer_pb2
 from manual_clock import ManualClock
-from serving import Serve, Served, refused, tokens
+from serving import BLOCK_SIZE, Serve, Served, refused, tokens
 
 PROMPT = tokens(*range(1, 11))
 
@@ -79,3 +81,28 @@ def test_a_refusal_is_counted(serve: Serve) -> None:
     served = serve(no_metrics=False, metrics_port=0, num_blocks=3)
     served.open().admit("large", PROMPT)
     assert scrape(served)["kvdepot_allocation_refusals_total"][()] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        pytest.param({}, None, id="reachable"),
+        pytest.param({"no_prefix_caching": True}, None, id="not wanted"),
+        pytest.param({"max_model_len": BLOCK_SIZE}, "beyond max_model_len 4", id="too short"),
+        pytest.param({"num_blocks": 2}, "the pool has 1", id="too small"),
+        pytest.param(
+            {"model": "gemma-like", "num_blocks": 5}, "the pool has 4", id="too small for groups"
+        ),
+    ],
+)
+def test_a_prefix_cache_that_cannot_be_hit_is_told(
+    serve: Serve, caplog: pytest.LogCaptureFixture, options: dict[str, Any], said: str | None
+) -> None:
+    with caplog.at_level("WARNING", logger="kvserver"):
+        served = serve(no_metrics=False, metrics_port=0, **options)
+    told = [record.message for record in caplog.records]
+    assert scrape(served)["kvdepot_prefix_cache_unreachable"][()] == (said is not None)
+    assert len(told) == (said is not None)
+    if said is not None:
+        assert told[0].startswith("no request can ever hit the prefix cache: ")
+        assert said in told[0]

@@ -47,7 +47,7 @@ def test_bytes_written_through_the_mapping_are_pulled(serve: Serve, layout: str)
     scheduler = served.open()
     slots = scheduler.admit("a", PROMPT)
     pool = scheduler.opened.pool
-    page = pool.groups[0].page_size_bytes
+    page = pool.groups[0].spec.page_size_bytes
     block_ids = list(slots.new_blocks[0].ids)[:2]
     with Path(pool.mapping_path).open("r+b") as mapping:
         for block_id in block_ids:

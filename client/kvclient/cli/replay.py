@@ -42,10 +42,13 @@ _WHOLE_BLOCK = 1 << 20  # a stride ends with its block anyway
     help="Length of the workload that is generated when no TRACE is given.",
 )
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Of all tokens.")
-@click.option("--model", default="tiny", show_default=True, help="Shape preset of the own server.")
+@click.option("--model", help="Shape preset of the own server, for instance gemma-like.")
 @click.option(
-    "--block-size", default=16, show_default=True, type=click.IntRange(1), help="Of the own server."
+    "--config",
+    type=click.Path(exists=True, dir_okay=False),
+    help="The own server's YAML file, for instance with KV cache groups.",
 )
+@click.option("--block-size", type=click.IntRange(1), help="Of the own server.")
 @click.option(
     "--capacity-tokens",
     type=click.IntRange(1),
@@ -113,8 +116,9 @@ _WHOLE_BLOCK = 1 << 20  # a stride ends with its block anyway
 def replay(
     trace: str | None,
     target: str | None,
-    model: str,
-    block_size: int,
+    model: str | None,
+    config: str | None,
+    block_size: int | None,
     capacity_tokens: int | None,
     num_blocks: int | None,
     layout: str | None,
@@ -154,7 +158,10 @@ def replay(
     size = ["--capacity-tokens", str(capacity_tokens or _CAPACITY_TOKENS)]
     if num_blocks is not None:
         size = ["--num-blocks", str(num_blocks)]
-    server = ["--model", model, "--block-size", str(block_size), *size]
+    server = [*size]
+    server += ["--config", config] if config else []
+    server += ["--model", model] if model else []
+    server += ["--block-size", str(block_size)] if block_size else []
     server += ["--layout", layout] if layout else []
     server += ["--no-memory"] if no_bytes else []
     report = _run(settings, target, server)
@@ -168,12 +175,13 @@ def replay(
 @click.command()
 @click.option("--requests", "num_requests", default=400, show_default=True, type=click.IntRange(1))
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0))
+@click.option("--model", default="tiny", show_default=True, help="Shape preset of the server.")
 @json_option
-def demo(num_requests: int, seed: int, as_json: bool) -> None:
+def demo(num_requests: int, seed: int, model: str, as_json: bool) -> None:
     """Start a server, replay chats on it, tell what happened."""
     settings = _settings(num_requests=num_requests, seed=seed, max_running=32)
     # Small on purpose: the cache must evict, and at times a request must wait.
-    report = _run(settings, None, ["--model", "tiny", "--capacity-tokens", "60000"])
+    report = _run(settings, None, ["--model", model, "--capacity-tokens", "60000"])
     if as_json:
         print_json(report.to_json())
     else:

@@ -35,6 +35,11 @@ def report_table(report: Report) -> Table:
         ("evictions", f"{report.stats.evictions:,} of {report.stats.num_blocks - 1:,} blocks"),
         ("tokens written", f"{tally.tokens_written:,}"),
         ("hit blocks verified", f"{tally.blocks_verified:,}"),
+        *(
+            [("window blocks verified", f"{tally.blocks_in_windows:,}")]
+            if tally.blocks_in_windows
+            else []
+        ),
         ("computed blocks read again", f"{tally.blocks_reread:,}"),
         ("blocks pulled and verified", f"{peer.blocks_pulled:,} ({peer.bytes_pulled:,} bytes)"),
         ("events", f"{peer.events:,}"),

@@ -22,15 +22,16 @@ _REMEMBERED_MAX = 1 << 20  # blocks whose end is kept for their children
 
 
 class Contents:
-    """What each block that is here must hold, from the tokens of its events.
+    """What each block that is here must hold, by group and hash, from the tokens of its events.
 
+    Hashes of all groups are of one chain, so a parent may have been seen in any group.
     Only of chains that begin with one of ``roots``, the tokens of a first block: others
     at work on the same server write what they like. None: of all.
     """
 
     def __init__(self, roots: Set[bytes] | None = None) -> None:
         self._roots = roots
-        self.sums: dict[bytes, Values] = {}
+        self.sums: dict[tuple[int, bytes], Values] = {}
         self._ends: dict[bytes, tuple[int, int]] = {}  # position and sum after the block
 
     def apply(self, events: Iterable[Event]) -> None:
@@ -40,7 +41,7 @@ class Contents:
                 self._store(event)
             elif isinstance(event, BlockRemoved):
                 for block_hash in event.block_hashes:
-                    self.sums.pop(block_hash, None)
+                    self.sums.pop((event.group, block_hash), None)
             else:
                 self.sums.clear()
 
@@ -58,7 +59,7 @@ class Contents:
         for index, block_hash in enumerate(event.block_hashes):
             block = sums[index * size : (index + 1) * size]
             position += size
-            self.sums[block_hash] = block
+            self.sums[event.group, block_hash] = block
             self._ends[block_hash] = (position, int(block[-1]))
         while len(self._ends) > _REMEMBERED_MAX:
             del self._ends[next(iter(self._ends))]

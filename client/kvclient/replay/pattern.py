@@ -4,6 +4,7 @@ Every token of a request has a 64-bit value that depends on all tokens up to it 
 their positions. A slot holds that value in every 8-byte word, each xored with a constant
 of its layer, of K or V, and of its place. So a block that holds another prefix, or the
 right one in the wrong layer or half, differs in every word, but for a chance of 2**-64.
+A Mamba state holds the value of the last token that went into it, in the same way.
 """
 
 from __future__ import annotations
@@ -49,13 +50,16 @@ def prefix_values(tokens: npt.NDArray[np.uint32]) -> Values:
     return mix(prefix_sums(tokens))
 
 
-def salts(num_layers: int, token_bytes: int) -> Values:
-    """The constants ``(num_layers, 2, words)`` of K and V, ``token_bytes`` each."""
-    words = token_bytes // WORD_BYTES
-    numbers = np.arange(num_layers * 2 * words, dtype=np.uint64)
-    return mix(numbers ^ _SALT_STREAM).reshape(num_layers, 2, words)
+def salts(parts: int, row_bytes: int, first: int = 0) -> Values:
+    """The constants ``(parts, words)`` of one layer's rows, ``row_bytes`` in each part.
+
+    ``first`` is the number of constants that the layers before it have taken.
+    """
+    words = row_bytes // WORD_BYTES
+    numbers = np.arange(first, first + parts * words, dtype=np.uint64)
+    return mix(numbers ^ _SALT_STREAM).reshape(parts, words)
 
 
-def block_bytes(values: Values, constants: Values) -> Values:
-    """A block's pages ``(num_layers, 2, block_size, words)``, as PullBlocks sends them."""
-    return values[None, None, :, None] ^ constants[:, :, None, :]
+def page_words(values: Values, constants: Values) -> Values:
+    """A page ``(parts, rows, words)`` that holds the values, one a row."""
+    return values[None, :, None] ^ constants[:, None, :]

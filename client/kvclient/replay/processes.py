@@ -99,10 +99,10 @@ def peer_process(
 
 
 def _roots(client: Client, settings: ReplaySettings) -> set[bytes]:
-    """What the first blocks of the trace's requests hold, in tokens."""
-    block_size = client.describe_pool().groups[0].block_size
+    """What the first blocks of the trace's requests hold, in tokens, by group of any size."""
     return {
         first_tokens(request, block_size, settings.seed).tobytes()
+        for block_size in set(client.describe_pool().table_block_sizes)
         for request in settings.load_trace()
     }
 

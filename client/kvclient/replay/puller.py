@@ -6,7 +6,8 @@ import random
 
 from kvclient.client import Client
 from kvclient.replay.follower import Follower
-from kvclient.replay.pattern import WORD_BYTES, block_bytes, mix, salts
+from kvclient.replay.pattern import Values, mix, page_words
+from kvclient.replay.rows import GroupRows, group_rows
 from kvclient.values import BlockStatus, PoolDescription
 
 BLOCKS_A_ROUND_MAX = 64
@@ -25,32 +26,45 @@ class Puller:
         self._client = client
         self._follower = follower
         self._rng = random.Random(seed)
-        group = pool.groups[0]
-        token_bytes = group.page_size_bytes // (2 * group.block_size)
-        assert token_bytes % WORD_BYTES == 0
-        block_nbytes = group.page_size_bytes * len(group.layer_names)
+        self._groups = {rows.group: rows for rows in group_rows(pool)}
+        block_nbytes = max(
+            (sum(layer.page_bytes for layer in rows.layers) for rows in self._groups.values()),
+            default=1,
+        )
         self._blocks_a_round = min(BLOCKS_A_ROUND_MAX, max(1, BYTES_A_ROUND // block_nbytes))
-        self._salts = salts(len(group.layer_names), token_bytes)
 
     def pull(self) -> list[str]:
         """One round; answers the blocks whose bytes are wrong."""
         with self._follower.lock:
             known = self._follower.contents.sums
-            hashes = self._rng.sample(list(known), min(self._blocks_a_round, len(known)))
-            expected = {block_hash: known[block_hash] for block_hash in hashes}
-        if not hashes:
-            return []
+            drawn = self._rng.sample(list(known), min(self._blocks_a_round, len(known)))
+            expected = {key: known[key] for key in drawn}
         wrong = []
-        for pulled in self._client.pull_blocks(hashes, checksums=True):
-            if pulled.status is not BlockStatus.READY:
-                self.blocks_gone += 1
+        for group, rows in self._groups.items():
+            hashes = [block_hash for at, block_hash in drawn if at == group]
+            if not hashes:
                 continue
-            self.blocks_pulled += 1
-            self.bytes_pulled += len(pulled.data)
-            sums = expected[pulled.block_hash]
-            if block_bytes(mix(sums), self._salts).tobytes() != pulled.data:
-                wrong.append(
-                    f"pulled block {pulled.block_hash.hex()} holds other bytes than its prefix "
-                    "demands"
-                )
+            for pulled in self._client.pull_blocks(hashes, group, checksums=True):
+                if pulled.status is not BlockStatus.READY:
+                    self.blocks_gone += 1
+                    continue
+                self.blocks_pulled += 1
+                self.bytes_pulled += len(pulled.data)
+                if not holds(rows, pulled.data, expected[group, pulled.block_hash]):
+                    wrong.append(
+                        f"pulled block {pulled.block_hash.hex()} of group {group} holds other "
+                        "bytes than its prefix demands"
+                    )
         return wrong
+
+
+def holds(rows: GroupRows, data: bytes, sums: Values) -> bool:
+    """Whether the pages of a block hold what its tokens' sums demand."""
+    values = mix(sums[rows.tokens_per_row - 1 :: rows.tokens_per_row])
+    start = 0
+    for layer in rows.layers:
+        page = page_words(values, layer.salts).tobytes()
+        if data[start : start + layer.used_bytes] != page:
+            return False
+        start += layer.page_bytes
+    return start == len(data)

@@ -105,6 +105,7 @@ class Report:
             "requests_readmitted": tally.readmitted,
             "tokens_written": tally.tokens_written,
             "blocks_verified": tally.blocks_verified,
+            "blocks_in_windows": tally.blocks_in_windows,
             "blocks_reread": tally.blocks_reread,
             "blocks_pulled": peer.blocks_pulled,
             "bytes_pulled": peer.bytes_pulled,

@@ -17,6 +17,7 @@ from kvclient.replay.scheduler import ReplayError
 from kvclient.replay.settings import ReplaySettings
 from kvclient.replay.tally import Tally
 from kvclient.replay.trace import TraceRequest
+from kvclient.tables import num_blocks_held
 from kvclient.values import PoolDescription
 
 _START_SECONDS = 60.0
@@ -79,14 +80,12 @@ class Runner:
         sizes = [num_computed_at_last(request, self._settings) for request in requests]
         largest = max(sizes)
         name = requests[sizes.index(largest)].request_id
-        block_size = pool.groups[0].block_size
-        num_blocks = -(-largest // block_size)
+        num_blocks = num_blocks_held(pool, largest, max_step_tokens=self._settings.token_budget)
         if num_blocks > pool.num_blocks - 1:
             raise ReplayError(
-                f"the pool is too small: {name}, the largest request, needs {num_blocks} blocks of "
-                f"{block_size} tokens, and {pool.num_blocks - 1} can be used; a server with "
-                f"--num-blocks {num_blocks + 1} or --capacity-tokens {num_blocks * block_size} "
-                "can run it"
+                f"the pool is too small: {name}, the largest request, needs {num_blocks} blocks, "
+                f"and {pool.num_blocks - 1} can be used; a server with "
+                f"--num-blocks {num_blocks + 1} can run it"
             )
 
     def _schedule(self, peer: Connection[Any, Any] | None) -> Tally:

@@ -8,21 +8,23 @@ those are exercised and timed as well.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from kvclient.replay.calls import TimedCalls
-from kvclient.replay.job import Job, make_job
+from kvclient.replay.job import Job, aligned, make_job
 from kvclient.replay.pipeline import Pipeline
+from kvclient.replay.rows import group_rows
 from kvclient.replay.settings import ReplaySettings
 from kvclient.replay.tally import Tally
 from kvclient.replay.trace import TRACE_BLOCK_SIZE, TraceRequest
 from kvclient.replay.worker import Worker
 from kvclient.session import Session
+from kvclient.tables import RequestTables
 from kvclient.values import (
-    BlockTables,
     Content,
     Free,
     FreeMode,
@@ -59,7 +61,17 @@ class Scheduler:
         self._requests = requests
         self._settings = settings
         self._tally = tally
-        self._block_size = session.pool.groups[0].block_size
+        pool = session.pool
+        self._pool = pool
+        self._rows = [] if worker is None else group_rows(pool)
+        # No step of decoding crosses a boundary of any group.
+        self._block_size = math.gcd(*pool.table_block_sizes)
+        # Mamba states that are kept where a step ends: steps end where hits can.
+        self._alignment = (
+            pool.scheduler_block_size
+            if any(group.spec.mamba_cache_mode == "align" for group in pool.groups)
+            else 0
+        )
         self._rng = random.Random(settings.seed)
         self._waiting: deque[Job] = deque()
         self._finished: list[Job] = []  # in the last step, by Steps
@@ -110,7 +122,7 @@ class Scheduler:
             self._admit_unary(budget)
         self._collect_finished()
         pipeline.end_step()
-        if not (pipeline.work.writes or self.running):
+        if not (pipeline.work.num_tokens or self.running):
             # Others hold the pool: let them go on, and meet them in another order.
             time.sleep(_IDLE_SECONDS * (1 + self._rng.random()))
 
@@ -147,9 +159,12 @@ class Scheduler:
         for job in self.running:
             if job.prefills_by_calls or budget <= 0:
                 continue
-            count, appended = job.growth(budget, self._settings.decode_stride, self._block_size)
-            plan.append((job, count, appended))
-            budget -= count
+            count, appended = job.growth(
+                budget, self._settings.decode_stride, self._block_size, self._alignment
+            )
+            if count:
+                plan.append((job, count, appended))
+                budget -= count
         return plan
 
     def _candidates(self, budget: int) -> list[Job]:
@@ -199,9 +214,8 @@ class Scheduler:
         ok = True
         num_grown = spent = 0
         outcomes = result.grow.outcomes or bytes([Outcome.OK]) * len(plan)
-        for (job, count, appended), outcome, new_blocks in zip(
-            plan, outcomes, result.grow.new_blocks(), strict=True
-        ):
+        groups = [result.grow.new_blocks(group) for group in range(len(self._pool.groups))]
+        for index, ((job, count, appended), outcome) in enumerate(zip(plan, outcomes, strict=True)):
             if outcome != Outcome.OK:
                 ok = False
                 self._tally.refusals += outcome == Outcome.NO_FIT
@@ -210,7 +224,7 @@ class Scheduler:
                 continue
             num_grown += 1
             job.num_known += appended
-            self._computed(job, count, new_blocks)
+            self._computed(job, count, [blocks[index] for blocks in groups])
             spent += count
         for job, answer in zip(admit, result.admissions, strict=True):
             if self._admitted(job, answer):
@@ -227,14 +241,17 @@ class Scheduler:
         for job in [job for job in self.running if job.prefills_by_calls]:
             if budget <= 0:
                 break
+            count, _ = job.growth(budget, 1, self._block_size, self._alignment)
+            if not count:
+                break
             result = self._calls.allocate_slots(
                 SlotRequest(
-                    job.request_id, num_computed_tokens=job.num_computed, max_new_tokens=budget
+                    job.request_id, num_computed_tokens=job.num_computed, num_new_tokens=count
                 ),
                 mark,
             )
             if result.outcome == Outcome.OK:
-                self._computed(job, result.num_new_tokens, _first_group(result.new_blocks))
+                self._computed(job, result.num_new_tokens, result.new_blocks)
                 budget -= result.num_new_tokens
             else:
                 self._tally.refusals += 1
@@ -258,11 +275,16 @@ class Scheduler:
         job.introduced = True
         claimed = hit.num_computed_tokens
         while True:
+            count = aligned(
+                claimed, min(job.num_known - claimed, budget), job.num_known, self._alignment
+            )
+            if not count:
+                return
             result = self._calls.allocate_slots(
                 SlotRequest(
                     job.request_id,
                     num_new_computed_tokens=claimed,
-                    max_new_tokens=budget,
+                    num_new_tokens=count,
                     has_scheduled_reqs=bool(self.running),
                 ),
                 mark,
@@ -302,8 +324,15 @@ class Scheduler:
         )
 
     def _admission(self, job: Job, others_run: bool) -> SlotRequest:
+        # A step of its own for what lies behind the last boundary that keeps a state.
+        last = self._alignment and job.num_known - job.num_known % self._alignment
         return SlotRequest(
-            job.request_id, self._content(job), lookup=True, has_scheduled_reqs=others_run
+            job.request_id,
+            self._content(job),
+            lookup=True,
+            max_new_tokens=last or None,
+            new_tokens_alignment=self._alignment,
+            has_scheduled_reqs=others_run,
         )
 
     def _admitted(self, job: Job, answer: SlotResult) -> bool:
@@ -325,22 +354,33 @@ class Scheduler:
             tally.trace_blocks += len(job.request.hash_ids)
             tally.hit_trace_blocks += num_hit // TRACE_BLOCK_SIZE
         job.handle = answer.handle
-        job.table = list(_first_group(answer.hit_blocks))
+        job.tables = RequestTables(self._pool, job.request.input_length)
+        job.tables.admit(answer.hit_blocks, answer.new_blocks, num_hit)
         job.num_computed = num_hit
-        if num_hit:
-            self._pipeline.work.hits.append(job.span(0, num_hit, self._block_size))
-        self._computed(job, answer.num_new_tokens, _first_group(answer.new_blocks))
+        for rows in self._rows if num_hit else ():
+            self._pipeline.work.hits.extend(job.reads(rows, num_hit))
+        self._written(job, answer.num_new_tokens)
         return True
 
-    def _computed(self, job: Job, count: int, new_blocks: list[int]) -> None:
-        """``count`` more tokens are computed in this step."""
-        job.table.extend(new_blocks)
+    def _computed(self, job: Job, count: int, new_blocks: Sequence[list[int]]) -> None:
+        """``count`` more tokens of a running request are computed in this step."""
+        assert job.tables is not None
+        start = job.num_computed
+        job.tables.skip(start)
+        job.tables.grow(new_blocks)
+        for rows in self._rows:
+            self._pipeline.work.windows.extend(job.window(rows, start, start + count))
+        self._written(job, count)
+
+    def _written(self, job: Job, count: int) -> None:
         start, stop = job.num_computed, job.num_computed + count
-        self._pipeline.work.writes.append(job.span(start, stop, self._block_size))
+        work = self._pipeline.work
+        work.writes.extend(job.writes(rows, start, stop) for rows in self._rows)
+        work.num_tokens += count
         job.num_computed = stop
 
     def _preempted(self, job: Job) -> None:
-        job.table = []
+        job.tables = None
         job.num_computed = 0
         job.preemptions += 1
         self._tally.preemptions += 1
@@ -353,13 +393,10 @@ class Scheduler:
             return
         self.running = [job for job in self.running if job.num_computed < job.num_final]
         for job in done:
-            self._pipeline.work.finished.append(job.span(0, job.num_final, self._block_size))
+            for rows in self._rows:
+                self._pipeline.work.finished.extend(job.reads(rows, job.num_final))
             (self._finished_unary if job.unary else self._finished).append(job)
         self._tally.requests += len(done)
-
-
-def _first_group(tables: BlockTables) -> list[int]:
-    return tables[0] if tables else []
 
 
 def _grow_columns(plan: list[tuple[Job, int, int]]) -> Grow:

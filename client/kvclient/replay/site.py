@@ -79,6 +79,8 @@ class Site:
 
         try:
             scheduler.run(on_step)
+            if self._worker is not None:
+                self._worker.check_null_block()
         except AWAY:
             if not self._settings.reopen:
                 raise
@@ -124,6 +126,7 @@ class Site:
         if worker is not None:
             tally.tokens_written += worker.tokens_written
             tally.blocks_verified += worker.blocks_verified
+            tally.blocks_in_windows += worker.blocks_in_windows
             tally.blocks_reread += worker.blocks_reread
         if self._attachment is not None:
             self._attachment.close()
@@ -135,11 +138,14 @@ def _describe(
 ) -> str:
     """The failure with the hash of the block, which only now is worth computing."""
     pool = session.pool
-    block_size = pool.groups[0].block_size
-    request = next(item for item in requests if item.request_id == wrong.request_id)
+    request = next((item for item in requests if item.request_id == wrong.request_id), None)
+    if request is None:
+        return str(wrong)
     tokens = np.frombuffer(make_job(request, settings).tokens, "<u4")
-    chain = make_scheme(pool.hash_scheme, pool.hash_seed).chain(block_size, ExtraKeys())
+    chain = make_scheme(pool.hash_scheme, pool.hash_seed).chain(pool.hash_block_size, ExtraKeys())
     chain.extend(tokens.tobytes(), len(tokens))
+    block_size = pool.table_block_sizes[wrong.group]
     index = wrong.position // block_size
-    named = chain.hashes[index].hex() if index < len(chain.hashes) else "none, it is partial"
+    last = (index + 1) * block_size // pool.hash_block_size - 1
+    named = chain.hashes[last].hex() if last < len(chain.hashes) else "none, it is partial"
     return f"{wrong} (position {index} of the block table, hash {named})"

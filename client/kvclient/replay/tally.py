@@ -31,6 +31,7 @@ class Tally:
     """Requests that ran in them, and were admitted again."""
     tokens_written: int = 0
     blocks_verified: int = 0
+    blocks_in_windows: int = 0
     blocks_reread: int = 0
     latencies: dict[str, array[float]] = field(default_factory=dict)
     """Seconds of every call, by RPC."""

@@ -20,6 +20,12 @@ class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OUTCOME_NO_BUDGET: _ClassVar[Outcome]
     OUTCOME_RESETTING: _ClassVar[Outcome]
 
+class NoFitReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    NO_FIT_REASON_UNSPECIFIED: _ClassVar[NoFitReason]
+    NO_FIT_REASON_BLOCKS: _ClassVar[NoFitReason]
+    NO_FIT_REASON_HIT_OF_THIS_STEP: _ClassVar[NoFitReason]
+
 class FreeMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FREE_MODE_UNSPECIFIED: _ClassVar[FreeMode]
@@ -56,6 +62,9 @@ OUTCOME_UNKNOWN_HANDLE: Outcome
 OUTCOME_INVALID: Outcome
 OUTCOME_NO_BUDGET: Outcome
 OUTCOME_RESETTING: Outcome
+NO_FIT_REASON_UNSPECIFIED: NoFitReason
+NO_FIT_REASON_BLOCKS: NoFitReason
+NO_FIT_REASON_HIT_OF_THIS_STEP: NoFitReason
 FREE_MODE_UNSPECIFIED: FreeMode
 FREE_MODE_FINISH: FreeMode
 FREE_MODE_PREEMPT: FreeMode
@@ -152,19 +161,21 @@ class GetComputedBlocksRequest(_message.Message):
     def __init__(self, context: _Optional[_Union[_types_pb2.CallContext, _Mapping]] = ..., request_id: _Optional[str] = ..., content: _Optional[_Union[RequestContent, _Mapping]] = ...) -> None: ...
 
 class GetComputedBlocksResponse(_message.Message):
-    __slots__ = ("num_computed_tokens", "blocks", "handle", "epoch")
+    __slots__ = ("num_computed_tokens", "blocks", "handle", "epoch", "num_uncached_common_prefix_tokens")
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NUM_UNCACHED_COMMON_PREFIX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_computed_tokens: int
     blocks: _containers.RepeatedCompositeFieldContainer[_types_pb2.BlockIds]
     handle: int
     epoch: str
-    def __init__(self, num_computed_tokens: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[_types_pb2.BlockIds, _Mapping]]] = ..., handle: _Optional[int] = ..., epoch: _Optional[str] = ...) -> None: ...
+    num_uncached_common_prefix_tokens: int
+    def __init__(self, num_computed_tokens: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[_types_pb2.BlockIds, _Mapping]]] = ..., handle: _Optional[int] = ..., epoch: _Optional[str] = ..., num_uncached_common_prefix_tokens: _Optional[int] = ...) -> None: ...
 
 class SlotRequest(_message.Message):
-    __slots__ = ("request_id", "content", "num_computed_tokens", "num_new_tokens", "max_new_tokens", "new_tokens_alignment", "num_new_computed_tokens", "lookup", "num_lookahead_tokens", "num_external_computed_tokens", "delay_cache_blocks", "full_sequence_must_fit", "reserved_blocks", "has_scheduled_reqs")
+    __slots__ = ("request_id", "content", "num_computed_tokens", "num_new_tokens", "max_new_tokens", "new_tokens_alignment", "num_new_computed_tokens", "lookup", "num_lookahead_tokens", "num_external_computed_tokens", "delay_cache_blocks", "full_sequence_must_fit", "reserved_blocks", "has_scheduled_reqs", "num_encoder_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     CONTENT_FIELD_NUMBER: _ClassVar[int]
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -179,6 +190,7 @@ class SlotRequest(_message.Message):
     FULL_SEQUENCE_MUST_FIT_FIELD_NUMBER: _ClassVar[int]
     RESERVED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     HAS_SCHEDULED_REQS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ENCODER_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     content: RequestContent
     num_computed_tokens: int
@@ -193,7 +205,8 @@ class SlotRequest(_message.Message):
     full_sequence_must_fit: bool
     reserved_blocks: int
     has_scheduled_reqs: bool
-    def __init__(self, request_id: _Optional[str] = ..., content: _Optional[_Union[RequestContent, _Mapping]] = ..., num_computed_tokens: _Optional[int] = ..., num_new_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., new_tokens_alignment: _Optional[int] = ..., num_new_computed_tokens: _Optional[int] = ..., lookup: bool = ..., num_lookahead_tokens: _Optional[int] = ..., num_external_computed_tokens: _Optional[int] = ..., delay_cache_blocks: bool = ..., full_sequence_must_fit: bool = ..., reserved_blocks: _Optional[int] = ..., has_scheduled_reqs: bool = ...) -> None: ...
+    num_encoder_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., content: _Optional[_Union[RequestContent, _Mapping]] = ..., num_computed_tokens: _Optional[int] = ..., num_new_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., new_tokens_alignment: _Optional[int] = ..., num_new_computed_tokens: _Optional[int] = ..., lookup: bool = ..., num_lookahead_tokens: _Optional[int] = ..., num_external_computed_tokens: _Optional[int] = ..., delay_cache_blocks: bool = ..., full_sequence_must_fit: bool = ..., reserved_blocks: _Optional[int] = ..., has_scheduled_reqs: bool = ..., num_encoder_tokens: _Optional[int] = ...) -> None: ...
 
 class SessionHold(_message.Message):
     __slots__ = ("session_id", "name", "num_blocks", "departed")
@@ -208,18 +221,20 @@ class SessionHold(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., name: _Optional[str] = ..., num_blocks: _Optional[int] = ..., departed: bool = ...) -> None: ...
 
 class NoFit(_message.Message):
-    __slots__ = ("needed_blocks", "free_blocks", "reserved_blocks", "watermark_blocks", "holders")
+    __slots__ = ("needed_blocks", "free_blocks", "reserved_blocks", "watermark_blocks", "holders", "reason")
     NEEDED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     RESERVED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     WATERMARK_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     needed_blocks: int
     free_blocks: int
     reserved_blocks: int
     watermark_blocks: int
     holders: _containers.RepeatedCompositeFieldContainer[SessionHold]
-    def __init__(self, needed_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., watermark_blocks: _Optional[int] = ..., holders: _Optional[_Iterable[_Union[SessionHold, _Mapping]]] = ...) -> None: ...
+    reason: NoFitReason
+    def __init__(self, needed_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., watermark_blocks: _Optional[int] = ..., holders: _Optional[_Iterable[_Union[SessionHold, _Mapping]]] = ..., reason: _Optional[_Union[NoFitReason, str]] = ...) -> None: ...
 
 class SlotResult(_message.Message):
     __slots__ = ("outcome", "num_new_computed_tokens", "num_new_tokens", "hit_blocks", "new_blocks", "handle", "no_fit")

@@ -25,33 +25,33 @@ _sym_db = _symbol_database.Default()
 from kvdepot.v1 import types_pb2 as kvdepot_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvdepot/v1/event.proto\x12\nkvdepot.v1\x1a\x16kvdepot/v1/types.proto\"d\n\x13StreamEventsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x1a\n\rfrom_sequence\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x10\n\x08snapshot\x18\x03 \x01(\x08\x42\x10\n\x0e_from_sequence\"\xbe\x02\n\x0b\x42lockStored\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\x12\x1e\n\x11parent_block_hash\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x14\n\x07lora_id\x18\x05 \x01(\x04H\x01\x88\x01\x01\x12\x16\n\tlora_name\x18\x06 \x01(\tH\x02\x88\x01\x01\x12,\n\nextra_keys\x18\x07 \x03(\x0b\x32\x18.kvdepot.v1.ExtraKeyList\x12\r\n\x05group\x18\x08 \x01(\r\x12\'\n\tspec_kind\x18\t \x01(\x0e\x32\x14.kvdepot.v1.SpecKind\x12\x0e\n\x06medium\x18\n \x01(\tB\x14\n\x12_parent_block_hashB\n\n\x08_lora_idB\x0c\n\n_lora_name\"2\n\x0c\x45xtraKeyList\x12\"\n\x04keys\x18\x01 \x03(\x0b\x32\x14.kvdepot.v1.ExtraKey\"d\n\x08\x45xtraKey\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x10\n\x06\x64igest\x18\x02 \x01(\x0cH\x00\x12/\n\nmultimodal\x18\x03 \x01(\x0b\x32\x19.kvdepot.v1.MultimodalKeyH\x00\x42\x05\n\x03key\"3\n\rMultimodalKey\x12\x12\n\nidentifier\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x12\"n\n\x0c\x42lockRemoved\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\x12\r\n\x05group\x18\x02 \x01(\r\x12\x0e\n\x06medium\x18\x03 \x01(\t\x12)\n\x06reason\x18\x04 \x01(\x0e\x32\x19.kvdepot.v1.RemovalReason\"&\n\x10\x41llBlocksCleared\x12\x12\n\ngeneration\x18\x01 \x01(\x04\"\xb0\x01\n\x05\x45vent\x12/\n\x0c\x62lock_stored\x18\x01 \x01(\x0b\x32\x17.kvdepot.v1.BlockStoredH\x00\x12\x31\n\rblock_removed\x18\x02 \x01(\x0b\x32\x18.kvdepot.v1.BlockRemovedH\x00\x12:\n\x12\x61ll_blocks_cleared\x18\x03 \x01(\x0b\x32\x1c.kvdepot.v1.AllBlocksClearedH\x00\x42\x07\n\x05\x65vent\"\xa3\x01\n\x14StreamEventsResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x16\n\x0e\x66irst_sequence\x18\x02 \x01(\x04\x12\x19\n\x11timestamp_seconds\x18\x03 \x01(\x01\x12!\n\x06\x65vents\x18\x04 \x03(\x0b\x32\x11.kvdepot.v1.Event\x12\x10\n\x08snapshot\x18\x05 \x01(\x08\x12\x14\n\x0csnapshot_end\x18\x06 \x01(\x08*e\n\rRemovalReason\x12\x1e\n\x1aREMOVAL_REASON_UNSPECIFIED\x10\x00\x12\x1a\n\x16REMOVAL_REASON_EVICTED\x10\x01\x12\x18\n\x14REMOVAL_REASON_RESET\x10\x02\x32\x65\n\x0eKVEventService\x12S\n\x0cStreamEvents\x12\x1f.kvdepot.v1.StreamEventsRequest\x1a .kvdepot.v1.StreamEventsResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvdepot/v1/event.proto\x12\nkvdepot.v1\x1a\x16kvdepot/v1/types.proto\"d\n\x13StreamEventsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x1a\n\rfrom_sequence\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x10\n\x08snapshot\x18\x03 \x01(\x08\x42\x10\n\x0e_from_sequence\"\xee\x02\n\x0b\x42lockStored\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\x12\x1e\n\x11parent_block_hash\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x14\n\x07lora_id\x18\x05 \x01(\x04H\x01\x88\x01\x01\x12\x16\n\tlora_name\x18\x06 \x01(\tH\x02\x88\x01\x01\x12,\n\nextra_keys\x18\x07 \x03(\x0b\x32\x18.kvdepot.v1.ExtraKeyList\x12\r\n\x05group\x18\x08 \x01(\r\x12\'\n\tspec_kind\x18\t \x01(\x0e\x32\x14.kvdepot.v1.SpecKind\x12\x0e\n\x06medium\x18\n \x01(\t\x12\x1b\n\x0esliding_window\x18\x0b \x01(\rH\x03\x88\x01\x01\x42\x14\n\x12_parent_block_hashB\n\n\x08_lora_idB\x0c\n\n_lora_nameB\x11\n\x0f_sliding_window\"2\n\x0c\x45xtraKeyList\x12\"\n\x04keys\x18\x01 \x03(\x0b\x32\x14.kvdepot.v1.ExtraKey\"d\n\x08\x45xtraKey\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x10\n\x06\x64igest\x18\x02 \x01(\x0cH\x00\x12/\n\nmultimodal\x18\x03 \x01(\x0b\x32\x19.kvdepot.v1.MultimodalKeyH\x00\x42\x05\n\x03key\"3\n\rMultimodalKey\x12\x12\n\nidentifier\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x12\"n\n\x0c\x42lockRemoved\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\x12\r\n\x05group\x18\x02 \x01(\r\x12\x0e\n\x06medium\x18\x03 \x01(\t\x12)\n\x06reason\x18\x04 \x01(\x0e\x32\x19.kvdepot.v1.RemovalReason\"&\n\x10\x41llBlocksCleared\x12\x12\n\ngeneration\x18\x01 \x01(\x04\"\xb0\x01\n\x05\x45vent\x12/\n\x0c\x62lock_stored\x18\x01 \x01(\x0b\x32\x17.kvdepot.v1.BlockStoredH\x00\x12\x31\n\rblock_removed\x18\x02 \x01(\x0b\x32\x18.kvdepot.v1.BlockRemovedH\x00\x12:\n\x12\x61ll_blocks_cleared\x18\x03 \x01(\x0b\x32\x1c.kvdepot.v1.AllBlocksClearedH\x00\x42\x07\n\x05\x65vent\"\xa3\x01\n\x14StreamEventsResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x16\n\x0e\x66irst_sequence\x18\x02 \x01(\x04\x12\x19\n\x11timestamp_seconds\x18\x03 \x01(\x01\x12!\n\x06\x65vents\x18\x04 \x03(\x0b\x32\x11.kvdepot.v1.Event\x12\x10\n\x08snapshot\x18\x05 \x01(\x08\x12\x14\n\x0csnapshot_end\x18\x06 \x01(\x08*e\n\rRemovalReason\x12\x1e\n\x1aREMOVAL_REASON_UNSPECIFIED\x10\x00\x12\x1a\n\x16REMOVAL_REASON_EVICTED\x10\x01\x12\x18\n\x14REMOVAL_REASON_RESET\x10\x02\x32\x65\n\x0eKVEventService\x12S\n\x0cStreamEvents\x12\x1f.kvdepot.v1.StreamEventsRequest\x1a .kvdepot.v1.StreamEventsResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvdepot.v1.event_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REMOVALREASON']._serialized_start=1189
-  _globals['_REMOVALREASON']._serialized_end=1290
+  _globals['_REMOVALREASON']._serialized_start=1237
+  _globals['_REMOVALREASON']._serialized_end=1338
   _globals['_STREAMEVENTSREQUEST']._serialized_start=62
   _globals['_STREAMEVENTSREQUEST']._serialized_end=162
   _globals['_BLOCKSTORED']._serialized_start=165
-  _globals['_BLOCKSTORED']._serialized_end=483
-  _globals['_EXTRAKEYLIST']._serialized_start=485
-  _globals['_EXTRAKEYLIST']._serialized_end=535
-  _globals['_EXTRAKEY']._serialized_start=537
-  _globals['_EXTRAKEY']._serialized_end=637
-  _globals['_MULTIMODALKEY']._serialized_start=639
-  _globals['_MULTIMODALKEY']._serialized_end=690
-  _globals['_BLOCKREMOVED']._serialized_start=692
-  _globals['_BLOCKREMOVED']._serialized_end=802
-  _globals['_ALLBLOCKSCLEARED']._serialized_start=804
-  _globals['_ALLBLOCKSCLEARED']._serialized_end=842
-  _globals['_EVENT']._serialized_start=845
-  _globals['_EVENT']._serialized_end=1021
-  _globals['_STREAMEVENTSRESPONSE']._serialized_start=1024
-  _globals['_STREAMEVENTSRESPONSE']._serialized_end=1187
-  _globals['_KVEVENTSERVICE']._serialized_start=1292
-  _globals['_KVEVENTSERVICE']._serialized_end=1393
+  _globals['_BLOCKSTORED']._serialized_end=531
+  _globals['_EXTRAKEYLIST']._serialized_start=533
+  _globals['_EXTRAKEYLIST']._serialized_end=583
+  _globals['_EXTRAKEY']._serialized_start=585
+  _globals['_EXTRAKEY']._serialized_end=685
+  _globals['_MULTIMODALKEY']._serialized_start=687
+  _globals['_MULTIMODALKEY']._serialized_end=738
+  _globals['_BLOCKREMOVED']._serialized_start=740
+  _globals['_BLOCKREMOVED']._serialized_end=850
+  _globals['_ALLBLOCKSCLEARED']._serialized_start=852
+  _globals['_ALLBLOCKSCLEARED']._serialized_end=890
+  _globals['_EVENT']._serialized_start=893
+  _globals['_EVENT']._serialized_end=1069
+  _globals['_STREAMEVENTSRESPONSE']._serialized_start=1072
+  _globals['_STREAMEVENTSRESPONSE']._serialized_end=1235
+  _globals['_KVEVENTSERVICE']._serialized_start=1340
+  _globals['_KVEVENTSERVICE']._serialized_end=1441
 # @@protoc_insertion_point(module_scope)

@@ -28,7 +28,7 @@ class StreamEventsRequest(_message.Message):
     def __init__(self, epoch: _Optional[str] = ..., from_sequence: _Optional[int] = ..., snapshot: bool = ...) -> None: ...
 
 class BlockStored(_message.Message):
-    __slots__ = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "lora_name", "extra_keys", "group", "spec_kind", "medium")
+    __slots__ = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "lora_name", "extra_keys", "group", "spec_kind", "medium", "sliding_window")
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
     PARENT_BLOCK_HASH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +39,7 @@ class BlockStored(_message.Message):
     GROUP_FIELD_NUMBER: _ClassVar[int]
     SPEC_KIND_FIELD_NUMBER: _ClassVar[int]
     MEDIUM_FIELD_NUMBER: _ClassVar[int]
+    SLIDING_WINDOW_FIELD_NUMBER: _ClassVar[int]
     block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
     parent_block_hash: bytes
     token_ids: bytes
@@ -49,7 +50,8 @@ class BlockStored(_message.Message):
     group: int
     spec_kind: _types_pb2.SpecKind
     medium: str
-    def __init__(self, block_hashes: _Optional[_Iterable[bytes]] = ..., parent_block_hash: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., block_size: _Optional[int] = ..., lora_id: _Optional[int] = ..., lora_name: _Optional[str] = ..., extra_keys: _Optional[_Iterable[_Union[ExtraKeyList, _Mapping]]] = ..., group: _Optional[int] = ..., spec_kind: _Optional[_Union[_types_pb2.SpecKind, str]] = ..., medium: _Optional[str] = ...) -> None: ...
+    sliding_window: int
+    def __init__(self, block_hashes: _Optional[_Iterable[bytes]] = ..., parent_block_hash: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., block_size: _Optional[int] = ..., lora_id: _Optional[int] = ..., lora_name: _Optional[str] = ..., extra_keys: _Optional[_Iterable[_Union[ExtraKeyList, _Mapping]]] = ..., group: _Optional[int] = ..., spec_kind: _Optional[_Union[_types_pb2.SpecKind, str]] = ..., medium: _Optional[str] = ..., sliding_window: _Optional[int] = ...) -> None: ...
 
 class ExtraKeyList(_message.Message):
     __slots__ = ("keys",)

@@ -24,17 +24,21 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvdepot/v1/types.proto\x12\nkvdepot.v1\"\x9c\x01\n\x0b\x43\x61llContext\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x13\n\x06op_seq\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x11\n\x04step\x18\x04 \x01(\x04H\x01\x88\x01\x01\x12\x1b\n\x0e\x63ompleted_step\x18\x05 \x01(\x04H\x02\x88\x01\x01\x42\t\n\x07_op_seqB\x07\n\x05_stepB\x11\n\x0f_completed_step\"\x17\n\x08\x42lockIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"D\n\x0eMultimodalItem\x12\x12\n\nidentifier\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12\x0e\n\x06length\x18\x03 \x01(\r\"\xca\x01\n\tExtraKeys\x12\x16\n\tlora_name\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x14\n\x07lora_id\x18\x02 \x01(\x04H\x01\x88\x01\x01\x12\x17\n\ncache_salt\x18\x03 \x01(\tH\x02\x88\x01\x01\x12.\n\nmultimodal\x18\x04 \x03(\x0b\x32\x1a.kvdepot.v1.MultimodalItem\x12\x1d\n\x15prompt_embeds_digests\x18\x05 \x03(\x0c\x42\x0c\n\n_lora_nameB\n\n\x08_lora_idB\r\n\x0b_cache_salt\"\\\n\x0bLayerLayout\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x04\x12\x1a\n\x12\x62lock_stride_bytes\x18\x03 \x01(\x04\x12\r\n\x05group\x18\x04 \x01(\r\"\xac\x01\n\x0cKVCacheGroup\x12\"\n\x04kind\x18\x01 \x01(\x0e\x32\x14.kvdepot.v1.SpecKind\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x03 \x01(\r\x12\x11\n\thead_size\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x17\n\x0fpage_size_bytes\x18\x06 \x01(\x04\x12\x13\n\x0blayer_names\x18\x07 \x03(\t\"\xd9\x02\n\x0fPoolDescription\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12(\n\x06groups\x18\x03 \x03(\x0b\x32\x18.kvdepot.v1.KVCacheGroup\x12&\n\x06layout\x18\x04 \x01(\x0e\x32\x16.kvdepot.v1.PoolLayout\x12\'\n\x06layers\x18\x05 \x03(\x0b\x32\x17.kvdepot.v1.LayerLayout\x12\x14\n\x0cmapping_path\x18\x06 \x01(\t\x12\x15\n\rmapping_bytes\x18\x07 \x01(\x04\x12\x13\n\x0bhash_scheme\x18\x08 \x01(\t\x12\x11\n\thash_seed\x18\t \x01(\t\x12\x17\n\x0fhash_block_size\x18\n \x01(\r\x12\x15\n\rmax_model_len\x18\x0b \x01(\r\x12\x1d\n\x15\x65nable_prefix_caching\x18\x0c \x01(\x08\"\x9f\x01\n\x0b\x45rrorDetail\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x11\n\tretryable\x18\x02 \x01(\x08\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\x1a\n\rcurrent_epoch\x18\x04 \x01(\tH\x00\x88\x01\x01\x12\x1c\n\x0f\x65xpected_op_seq\x18\x05 \x01(\x04H\x01\x88\x01\x01\x42\x10\n\x0e_current_epochB\x12\n\x10_expected_op_seq*C\n\x08SpecKind\x12\x19\n\x15SPEC_KIND_UNSPECIFIED\x10\x00\x12\x1c\n\x18SPEC_KIND_FULL_ATTENTION\x10\x01*W\n\nPoolLayout\x12\x1b\n\x17POOL_LAYOUT_UNSPECIFIED\x10\x00\x12\x15\n\x11POOL_LAYOUT_BLOCK\x10\x01\x12\x15\n\x11POOL_LAYOUT_LAYER\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvdepot/v1/types.proto\x12\nkvdepot.v1\"\x9c\x01\n\x0b\x43\x61llContext\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x13\n\x06op_seq\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x11\n\x04step\x18\x04 \x01(\x04H\x01\x88\x01\x01\x12\x1b\n\x0e\x63ompleted_step\x18\x05 \x01(\x04H\x02\x88\x01\x01\x42\t\n\x07_op_seqB\x07\n\x05_stepB\x11\n\x0f_completed_step\"\x17\n\x08\x42lockIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"D\n\x0eMultimodalItem\x12\x12\n\nidentifier\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12\x0e\n\x06length\x18\x03 \x01(\r\"\xca\x01\n\tExtraKeys\x12\x16\n\tlora_name\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x14\n\x07lora_id\x18\x02 \x01(\x04H\x01\x88\x01\x01\x12\x17\n\ncache_salt\x18\x03 \x01(\tH\x02\x88\x01\x01\x12.\n\nmultimodal\x18\x04 \x03(\x0b\x32\x1a.kvdepot.v1.MultimodalItem\x12\x1d\n\x15prompt_embeds_digests\x18\x05 \x03(\x0c\x42\x0c\n\n_lora_nameB\n\n\x08_lora_idB\r\n\x0b_cache_salt\"\x83\x01\n\x0bLayerLayout\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x04\x12\x1a\n\x12\x62lock_stride_bytes\x18\x03 \x01(\x04\x12\r\n\x05group\x18\x04 \x01(\r\x12%\n\x05views\x18\x05 \x03(\x0b\x32\x16.kvdepot.v1.TensorView\"_\n\nTensorView\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x0f\n\x07strides\x18\x04 \x03(\x04\x12\x14\n\x0coffset_bytes\x18\x05 \x01(\x04\"*\n\nMambaState\x12\r\n\x05shape\x18\x01 \x03(\r\x12\r\n\x05\x64type\x18\x02 \x01(\t\"\x99\x04\n\x0bKVCacheSpec\x12\"\n\x04kind\x18\x01 \x01(\x0e\x32\x14.kvdepot.v1.SpecKind\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x17\n\x0fpage_size_bytes\x18\x03 \x01(\x04\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x11\n\thead_size\x18\x05 \x01(\r\x12\x13\n\x0bhead_size_v\x18\x06 \x01(\r\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12.\n\rkv_quant_mode\x18\x08 \x01(\x0e\x32\x17.kvdepot.v1.KVQuantMode\x12\x1b\n\x0esliding_window\x18\t \x01(\rH\x00\x88\x01\x01\x12!\n\x14\x61ttention_chunk_size\x18\n \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0brswa_window\x18\x0b \x01(\rH\x02\x88\x01\x01\x12\x15\n\x08sink_len\x18\x0c \x01(\rH\x03\x88\x01\x01\x12,\n\x0cmamba_states\x18\r \x03(\x0b\x32\x16.kvdepot.v1.MambaState\x12\x34\n\x10mamba_cache_mode\x18\x0e \x01(\x0e\x32\x1a.kvdepot.v1.MambaCacheMode\x12\x1e\n\x16num_speculative_blocks\x18\x0f \x01(\rB\x11\n\x0f_sliding_windowB\x17\n\x15_attention_chunk_sizeB\x0e\n\x0c_rswa_windowB\x0b\n\t_sink_len\"\x90\x01\n\x0cKVCacheGroup\x12%\n\x04spec\x18\x01 \x01(\x0b\x32\x17.kvdepot.v1.KVCacheSpec\x12\x13\n\x0blayer_names\x18\x02 \x03(\t\x12,\n\x0blayer_specs\x18\x03 \x03(\x0b\x32\x17.kvdepot.v1.KVCacheSpec\x12\x16\n\x0eis_eagle_group\x18\x04 \x01(\x08\"\xc4\x03\n\x0fPoolDescription\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12(\n\x06groups\x18\x03 \x03(\x0b\x32\x18.kvdepot.v1.KVCacheGroup\x12&\n\x06layout\x18\x04 \x01(\x0e\x32\x16.kvdepot.v1.PoolLayout\x12\'\n\x06layers\x18\x05 \x03(\x0b\x32\x17.kvdepot.v1.LayerLayout\x12\x14\n\x0cmapping_path\x18\x06 \x01(\t\x12\x15\n\rmapping_bytes\x18\x07 \x01(\x04\x12\x13\n\x0bhash_scheme\x18\x08 \x01(\t\x12\x11\n\thash_seed\x18\t \x01(\t\x12\x17\n\x0fhash_block_size\x18\n \x01(\r\x12\x15\n\rmax_model_len\x18\x0b \x01(\r\x12\x1d\n\x15\x65nable_prefix_caching\x18\x0c \x01(\x08\x12\x1c\n\x14scheduler_block_size\x18\r \x01(\r\x12$\n\x1c\x64\x65\x63ode_context_parallel_size\x18\x0e \x01(\r\x12%\n\x1dprefill_context_parallel_size\x18\x0f \x01(\r\"\x9f\x01\n\x0b\x45rrorDetail\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x11\n\tretryable\x18\x02 \x01(\x08\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\x1a\n\rcurrent_epoch\x18\x04 \x01(\tH\x00\x88\x01\x01\x12\x1c\n\x0f\x65xpected_op_seq\x18\x05 \x01(\x04H\x01\x88\x01\x01\x42\x10\n\x0e_current_epochB\x12\n\x10_expected_op_seq*\xdb\x02\n\x08SpecKind\x12\x19\n\x15SPEC_KIND_UNSPECIFIED\x10\x00\x12\x1c\n\x18SPEC_KIND_FULL_ATTENTION\x10\x01\x12\x1b\n\x17SPEC_KIND_MLA_ATTENTION\x10\x02\x12\x1c\n\x18SPEC_KIND_SLIDING_WINDOW\x10\x03\x12 \n\x1cSPEC_KIND_SLIDING_WINDOW_MLA\x10\x04\x12\x13\n\x0fSPEC_KIND_MAMBA\x10\x05\x12%\n!SPEC_KIND_CHUNKED_LOCAL_ATTENTION\x10\x06\x12!\n\x1dSPEC_KIND_SINK_FULL_ATTENTION\x10\x07\x12$\n SPEC_KIND_ENCODER_ONLY_ATTENTION\x10\x08\x12\x1d\n\x19SPEC_KIND_CROSS_ATTENTION\x10\t\x12\x15\n\x11SPEC_KIND_UNKNOWN\x10\n*\xdb\x01\n\x0bKVQuantMode\x12\x1d\n\x19KV_QUANT_MODE_UNSPECIFIED\x10\x00\x12 \n\x1cKV_QUANT_MODE_FP8_PER_TENSOR\x10\x01\x12%\n!KV_QUANT_MODE_INT8_PER_TOKEN_HEAD\x10\x02\x12$\n KV_QUANT_MODE_FP8_PER_TOKEN_HEAD\x10\x03\x12%\n!KV_QUANT_MODE_INT4_PER_TOKEN_HEAD\x10\x04\x12\x17\n\x13KV_QUANT_MODE_NVFP4\x10\x05*\x83\x01\n\x0eMambaCacheMode\x12 \n\x1cMAMBA_CACHE_MODE_UNSPECIFIED\x10\x00\x12\x19\n\x15MAMBA_CACHE_MODE_NONE\x10\x01\x12\x18\n\x14MAMBA_CACHE_MODE_ALL\x10\x02\x12\x1a\n\x16MAMBA_CACHE_MODE_ALIGN\x10\x03*W\n\nPoolLayout\x12\x1b\n\x17POOL_LAYOUT_UNSPECIFIED\x10\x00\x12\x15\n\x11POOL_LAYOUT_BLOCK\x10\x01\x12\x15\n\x11POOL_LAYOUT_LAYER\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvdepot.v1.types_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SPECKIND']._serialized_start=1276
-  _globals['_SPECKIND']._serialized_end=1343
-  _globals['_POOLLAYOUT']._serialized_start=1345
-  _globals['_POOLLAYOUT']._serialized_end=1432
+  _globals['_SPECKIND']._serialized_start=2077
+  _globals['_SPECKIND']._serialized_end=2424
+  _globals['_KVQUANTMODE']._serialized_start=2427
+  _globals['_KVQUANTMODE']._serialized_end=2646
+  _globals['_MAMBACACHEMODE']._serialized_start=2649
+  _globals['_MAMBACACHEMODE']._serialized_end=2780
+  _globals['_POOLLAYOUT']._serialized_start=2782
+  _globals['_POOLLAYOUT']._serialized_end=2869
   _globals['_CALLCONTEXT']._serialized_start=39
   _globals['_CALLCONTEXT']._serialized_end=195
   _globals['_BLOCKIDS']._serialized_start=197
@@ -43,12 +47,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MULTIMODALITEM']._serialized_end=290
   _globals['_EXTRAKEYS']._serialized_start=293
   _globals['_EXTRAKEYS']._serialized_end=495
-  _globals['_LAYERLAYOUT']._serialized_start=497
-  _globals['_LAYERLAYOUT']._serialized_end=589
-  _globals['_KVCACHEGROUP']._serialized_start=592
-  _globals['_KVCACHEGROUP']._serialized_end=764
-  _globals['_POOLDESCRIPTION']._serialized_start=767
-  _globals['_POOLDESCRIPTION']._serialized_end=1112
-  _globals['_ERRORDETAIL']._serialized_start=1115
-  _globals['_ERRORDETAIL']._serialized_end=1274
+  _globals['_LAYERLAYOUT']._serialized_start=498
+  _globals['_LAYERLAYOUT']._serialized_end=629
+  _globals['_TENSORVIEW']._serialized_start=631
+  _globals['_TENSORVIEW']._serialized_end=726
+  _globals['_MAMBASTATE']._serialized_start=728
+  _globals['_MAMBASTATE']._serialized_end=770
+  _globals['_KVCACHESPEC']._serialized_start=773
+  _globals['_KVCACHESPEC']._serialized_end=1310
+  _globals['_KVCACHEGROUP']._serialized_start=1313
+  _globals['_KVCACHEGROUP']._serialized_end=1457
+  _globals['_POOLDESCRIPTION']._serialized_start=1460
+  _globals['_POOLDESCRIPTION']._serialized_end=1912
+  _globals['_ERRORDETAIL']._serialized_start=1915
+  _globals['_ERRORDETAIL']._serialized_end=2074
 # @@protoc_insertion_point(module_scope)

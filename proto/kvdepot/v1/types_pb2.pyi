@@ -11,6 +11,31 @@ class SpecKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     SPEC_KIND_UNSPECIFIED: _ClassVar[SpecKind]
     SPEC_KIND_FULL_ATTENTION: _ClassVar[SpecKind]
+    SPEC_KIND_MLA_ATTENTION: _ClassVar[SpecKind]
+    SPEC_KIND_SLIDING_WINDOW: _ClassVar[SpecKind]
+    SPEC_KIND_SLIDING_WINDOW_MLA: _ClassVar[SpecKind]
+    SPEC_KIND_MAMBA: _ClassVar[SpecKind]
+    SPEC_KIND_CHUNKED_LOCAL_ATTENTION: _ClassVar[SpecKind]
+    SPEC_KIND_SINK_FULL_ATTENTION: _ClassVar[SpecKind]
+    SPEC_KIND_ENCODER_ONLY_ATTENTION: _ClassVar[SpecKind]
+    SPEC_KIND_CROSS_ATTENTION: _ClassVar[SpecKind]
+    SPEC_KIND_UNKNOWN: _ClassVar[SpecKind]
+
+class KVQuantMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    KV_QUANT_MODE_UNSPECIFIED: _ClassVar[KVQuantMode]
+    KV_QUANT_MODE_FP8_PER_TENSOR: _ClassVar[KVQuantMode]
+    KV_QUANT_MODE_INT8_PER_TOKEN_HEAD: _ClassVar[KVQuantMode]
+    KV_QUANT_MODE_FP8_PER_TOKEN_HEAD: _ClassVar[KVQuantMode]
+    KV_QUANT_MODE_INT4_PER_TOKEN_HEAD: _ClassVar[KVQuantMode]
+    KV_QUANT_MODE_NVFP4: _ClassVar[KVQuantMode]
+
+class MambaCacheMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MAMBA_CACHE_MODE_UNSPECIFIED: _ClassVar[MambaCacheMode]
+    MAMBA_CACHE_MODE_NONE: _ClassVar[MambaCacheMode]
+    MAMBA_CACHE_MODE_ALL: _ClassVar[MambaCacheMode]
+    MAMBA_CACHE_MODE_ALIGN: _ClassVar[MambaCacheMode]
 
 class PoolLayout(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -19,6 +44,25 @@ class PoolLayout(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     POOL_LAYOUT_LAYER: _ClassVar[PoolLayout]
 SPEC_KIND_UNSPECIFIED: SpecKind
 SPEC_KIND_FULL_ATTENTION: SpecKind
+SPEC_KIND_MLA_ATTENTION: SpecKind
+SPEC_KIND_SLIDING_WINDOW: SpecKind
+SPEC_KIND_SLIDING_WINDOW_MLA: SpecKind
+SPEC_KIND_MAMBA: SpecKind
+SPEC_KIND_CHUNKED_LOCAL_ATTENTION: SpecKind
+SPEC_KIND_SINK_FULL_ATTENTION: SpecKind
+SPEC_KIND_ENCODER_ONLY_ATTENTION: SpecKind
+SPEC_KIND_CROSS_ATTENTION: SpecKind
+SPEC_KIND_UNKNOWN: SpecKind
+KV_QUANT_MODE_UNSPECIFIED: KVQuantMode
+KV_QUANT_MODE_FP8_PER_TENSOR: KVQuantMode
+KV_QUANT_MODE_INT8_PER_TOKEN_HEAD: KVQuantMode
+KV_QUANT_MODE_FP8_PER_TOKEN_HEAD: KVQuantMode
+KV_QUANT_MODE_INT4_PER_TOKEN_HEAD: KVQuantMode
+KV_QUANT_MODE_NVFP4: KVQuantMode
+MAMBA_CACHE_MODE_UNSPECIFIED: MambaCacheMode
+MAMBA_CACHE_MODE_NONE: MambaCacheMode
+MAMBA_CACHE_MODE_ALL: MambaCacheMode
+MAMBA_CACHE_MODE_ALIGN: MambaCacheMode
 POOL_LAYOUT_UNSPECIFIED: PoolLayout
 POOL_LAYOUT_BLOCK: PoolLayout
 POOL_LAYOUT_LAYER: PoolLayout
@@ -68,37 +112,89 @@ class ExtraKeys(_message.Message):
     def __init__(self, lora_name: _Optional[str] = ..., lora_id: _Optional[int] = ..., cache_salt: _Optional[str] = ..., multimodal: _Optional[_Iterable[_Union[MultimodalItem, _Mapping]]] = ..., prompt_embeds_digests: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class LayerLayout(_message.Message):
-    __slots__ = ("name", "offset_bytes", "block_stride_bytes", "group")
+    __slots__ = ("name", "offset_bytes", "block_stride_bytes", "group", "views")
     NAME_FIELD_NUMBER: _ClassVar[int]
     OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
     BLOCK_STRIDE_BYTES_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
+    VIEWS_FIELD_NUMBER: _ClassVar[int]
     name: str
     offset_bytes: int
     block_stride_bytes: int
     group: int
-    def __init__(self, name: _Optional[str] = ..., offset_bytes: _Optional[int] = ..., block_stride_bytes: _Optional[int] = ..., group: _Optional[int] = ...) -> None: ...
+    views: _containers.RepeatedCompositeFieldContainer[TensorView]
+    def __init__(self, name: _Optional[str] = ..., offset_bytes: _Optional[int] = ..., block_stride_bytes: _Optional[int] = ..., group: _Optional[int] = ..., views: _Optional[_Iterable[_Union[TensorView, _Mapping]]] = ...) -> None: ...
 
-class KVCacheGroup(_message.Message):
-    __slots__ = ("kind", "block_size", "num_kv_heads", "head_size", "dtype", "page_size_bytes", "layer_names")
+class TensorView(_message.Message):
+    __slots__ = ("name", "dtype", "shape", "strides", "offset_bytes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    STRIDES_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    dtype: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    strides: _containers.RepeatedScalarFieldContainer[int]
+    offset_bytes: int
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., strides: _Optional[_Iterable[int]] = ..., offset_bytes: _Optional[int] = ...) -> None: ...
+
+class MambaState(_message.Message):
+    __slots__ = ("shape", "dtype")
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    dtype: str
+    def __init__(self, shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ...) -> None: ...
+
+class KVCacheSpec(_message.Message):
+    __slots__ = ("kind", "block_size", "page_size_bytes", "num_kv_heads", "head_size", "head_size_v", "dtype", "kv_quant_mode", "sliding_window", "attention_chunk_size", "rswa_window", "sink_len", "mamba_states", "mamba_cache_mode", "num_speculative_blocks")
     KIND_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
     HEAD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    HEAD_SIZE_V_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
-    PAGE_SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    LAYER_NAMES_FIELD_NUMBER: _ClassVar[int]
+    KV_QUANT_MODE_FIELD_NUMBER: _ClassVar[int]
+    SLIDING_WINDOW_FIELD_NUMBER: _ClassVar[int]
+    ATTENTION_CHUNK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    RSWA_WINDOW_FIELD_NUMBER: _ClassVar[int]
+    SINK_LEN_FIELD_NUMBER: _ClassVar[int]
+    MAMBA_STATES_FIELD_NUMBER: _ClassVar[int]
+    MAMBA_CACHE_MODE_FIELD_NUMBER: _ClassVar[int]
+    NUM_SPECULATIVE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     kind: SpecKind
     block_size: int
+    page_size_bytes: int
     num_kv_heads: int
     head_size: int
+    head_size_v: int
     dtype: str
-    page_size_bytes: int
+    kv_quant_mode: KVQuantMode
+    sliding_window: int
+    attention_chunk_size: int
+    rswa_window: int
+    sink_len: int
+    mamba_states: _containers.RepeatedCompositeFieldContainer[MambaState]
+    mamba_cache_mode: MambaCacheMode
+    num_speculative_blocks: int
+    def __init__(self, kind: _Optional[_Union[SpecKind, str]] = ..., block_size: _Optional[int] = ..., page_size_bytes: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_size: _Optional[int] = ..., head_size_v: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_quant_mode: _Optional[_Union[KVQuantMode, str]] = ..., sliding_window: _Optional[int] = ..., attention_chunk_size: _Optional[int] = ..., rswa_window: _Optional[int] = ..., sink_len: _Optional[int] = ..., mamba_states: _Optional[_Iterable[_Union[MambaState, _Mapping]]] = ..., mamba_cache_mode: _Optional[_Union[MambaCacheMode, str]] = ..., num_speculative_blocks: _Optional[int] = ...) -> None: ...
+
+class KVCacheGroup(_message.Message):
+    __slots__ = ("spec", "layer_names", "layer_specs", "is_eagle_group")
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    LAYER_NAMES_FIELD_NUMBER: _ClassVar[int]
+    LAYER_SPECS_FIELD_NUMBER: _ClassVar[int]
+    IS_EAGLE_GROUP_FIELD_NUMBER: _ClassVar[int]
+    spec: KVCacheSpec
     layer_names: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, kind: _Optional[_Union[SpecKind, str]] = ..., block_size: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_size: _Optional[int] = ..., dtype: _Optional[str] = ..., page_size_bytes: _Optional[int] = ..., layer_names: _Optional[_Iterable[str]] = ...) -> None: ...
+    layer_specs: _containers.RepeatedCompositeFieldContainer[KVCacheSpec]
+    is_eagle_group: bool
+    def __init__(self, spec: _Optional[_Union[KVCacheSpec, _Mapping]] = ..., layer_names: _Optional[_Iterable[str]] = ..., layer_specs: _Optional[_Iterable[_Union[KVCacheSpec, _Mapping]]] = ..., is_eagle_group: bool = ...) -> None: ...
 
 class PoolDescription(_message.Message):
-    __slots__ = ("fingerprint", "num_blocks", "groups", "layout", "layers", "mapping_path", "mapping_bytes", "hash_scheme", "hash_seed", "hash_block_size", "max_model_len", "enable_prefix_caching")
+    __slots__ = ("fingerprint", "num_blocks", "groups", "layout", "layers", "mapping_path", "mapping_bytes", "hash_scheme", "hash_seed", "hash_block_size", "max_model_len", "enable_prefix_caching", "scheduler_block_size", "decode_context_parallel_size", "prefill_context_parallel_size")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
@@ -111,6 +207,9 @@ class PoolDescription(_message.Message):
     HASH_BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     ENABLE_PREFIX_CACHING_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULER_BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    DECODE_CONTEXT_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_CONTEXT_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
     fingerprint: str
     num_blocks: int
     groups: _containers.RepeatedCompositeFieldContainer[KVCacheGroup]
@@ -123,7 +222,10 @@ class PoolDescription(_message.Message):
     hash_block_size: int
     max_model_len: int
     enable_prefix_caching: bool
-    def __init__(self, fingerprint: _Optional[str] = ..., num_blocks: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[KVCacheGroup, _Mapping]]] = ..., layout: _Optional[_Union[PoolLayout, str]] = ..., layers: _Optional[_Iterable[_Union[LayerLayout, _Mapping]]] = ..., mapping_path: _Optional[str] = ..., mapping_bytes: _Optional[int] = ..., hash_scheme: _Optional[str] = ..., hash_seed: _Optional[str] = ..., hash_block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., enable_prefix_caching: bool = ...) -> None: ...
+    scheduler_block_size: int
+    decode_context_parallel_size: int
+    prefill_context_parallel_size: int
+    def __init__(self, fingerprint: _Optional[str] = ..., num_blocks: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[KVCacheGroup, _Mapping]]] = ..., layout: _Optional[_Union[PoolLayout, str]] = ..., layers: _Optional[_Iterable[_Union[LayerLayout, _Mapping]]] = ..., mapping_path: _Optional[str] = ..., mapping_bytes: _Optional[int] = ..., hash_scheme: _Optional[str] = ..., hash_seed: _Optional[str] = ..., hash_block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., enable_prefix_caching: bool = ..., scheduler_block_size: _Optional[int] = ..., decode_context_parallel_size: _Optional[int] = ..., prefill_context_parallel_size: _Optional[int] = ...) -> None: ...
 
 class ErrorDetail(_message.Message):
     __slots__ = ("reason", "retryable", "field", "current_epoch", "expected_op_seq")

@@ -1,0 +1,102 @@
+"""All block tables of one session: who shares what, and which blocks are new."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kvclient.slots import NULL_BLOCK
+from kvclient.tables import RequestTables
+from kvclient.values import BlockTables, PoolDescription
+
+_ZEROED_KINDS = ("full_attention", "mla_attention")
+_SHARED_KINDS = (*_ZEROED_KINDS, "sink_full_attention")
+
+
+class SessionTables:
+    """Counts this session's references to blocks, in groups whose prefixes are shared."""
+
+    def __init__(self, pool: PoolDescription) -> None:
+        groups = pool.groups
+        self._pool = pool
+        self._num_requests = 0
+        self._shares = [
+            pool.enable_prefix_caching and group.kind in _SHARED_KINDS for group in groups
+        ]
+        self._zeroes = [
+            group.kind in _ZEROED_KINDS and group.spec.rswa_window is None for group in groups
+        ]
+        self._references: list[Counter[int]] = [Counter() for _ in groups]
+        self._new_block_ids: list[list[int]] = [[] for _ in groups]
+
+    def begin(
+        self,
+        num_prompt_tokens: int,
+        hit: BlockTables,
+        new_blocks: BlockTables,
+        num_computed_tokens: int,
+        num_external_tokens: int,
+    ) -> RequestTables:
+        """The tables of a request that is admitted; see RequestTables.admit."""
+        tables = RequestTables(self._pool, num_prompt_tokens, self._left)
+        tables.admit(hit, new_blocks, num_computed_tokens, num_external_tokens)
+        self._num_requests += 1
+        self._refer(tables.blocks, 1)
+        self._note_new(new_blocks)
+        return tables
+
+    def grow(self, tables: RequestTables, new_blocks: BlockTables) -> None:
+        """New blocks of a running request."""
+        tables.grow(new_blocks)
+        self._refer(new_blocks, 1)
+        self._note_new(new_blocks)
+
+    def end(self, tables: RequestTables) -> BlockTables:
+        """The request holds no tables any more; its blocks stay referenced until ``drop``."""
+        self._num_requests -= 1
+        return tables.blocks
+
+    def drop(self, blocks: BlockTables) -> None:
+        """References of an ended request go."""
+        self._refer(blocks, -1)
+
+    def num_common_prefix_blocks(self, blocks: BlockTables) -> list[int]:
+        """Leading blocks that all requests with tables share; 0 in groups that share none."""
+        common = []
+        for table, references, shares in zip(blocks, self._references, self._shares, strict=True):
+            num_common = 0
+            while (
+                shares
+                and num_common < len(table)
+                and references[table[num_common]] == self._num_requests
+            ):
+                num_common += 1
+            common.append(num_common)
+        return common
+
+    def take_new_block_ids(self) -> list[int]:
+        """Ids of the blocks taken since the last call, for zeroing; of states, none."""
+        taken = [block_id for blocks in self._new_block_ids for block_id in blocks]
+        self._new_block_ids = [[] for _ in self._new_block_ids]
+        return taken
+
+    def _note_new(self, new_blocks: BlockTables) -> None:
+        for group, blocks in enumerate(new_blocks):
+            if self._zeroes[group]:
+                self._new_block_ids[group].extend(blocks)
+
+    def _left(self, group: int, block_id: int) -> None:
+        """A block was freed while its request runs."""
+        self._count(group, block_id, -1)
+
+    def _refer(self, blocks: BlockTables, change: int) -> None:
+        for group, table in enumerate(blocks):
+            for block_id in table:
+                self._count(group, block_id, change)
+
+    def _count(self, group: int, block_id: int, change: int) -> None:
+        if block_id == NULL_BLOCK or not self._shares[group]:
+            return
+        references = self._references[group]
+        references[block_id] += change
+        if not references[block_id]:
+            del references[block_id]
