@@ -7,6 +7,8 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from kvclient.convert_pool import SPEC_KINDS
+from kvclient.convert_pool import pool_description as pool_description
 from kvclient.errors import DataLoss, InternalError, InvalidArgument
 from kvclient.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
 from kvclient.values import (
@@ -18,15 +20,10 @@ from kvclient.values import (
     ExtraKeys,
     GrowResults,
     Hit,
-    KVCacheGroup,
-    KVCacheSpec,
-    LayerLayout,
-    MambaState,
     NoFit,
     NoFitReason,
     OperationError,
     Outcome,
-    PoolDescription,
     PulledBlock,
     ResetMode,
     ResetResult,
@@ -36,29 +33,12 @@ from kvclient.values import (
     Step,
     StepMark,
     StepResult,
-    TensorView,
     Tokens,
     int32_column,
     token_bytes,
 )
 from kvdepot.v1 import cache_pb2, event_pb2, transfer_pb2, types_pb2
 
-_SPEC_KINDS = {
-    number: name.removeprefix("SPEC_KIND_").lower()
-    for name, number in types_pb2.SpecKind.items()
-    if number
-}
-_QUANT_MODES = {
-    number: name.removeprefix("KV_QUANT_MODE_").lower()
-    for name, number in types_pb2.KVQuantMode.items()
-    if number
-}
-_MAMBA_CACHE_MODES = {
-    number: name.removeprefix("MAMBA_CACHE_MODE_").lower()
-    for name, number in types_pb2.MambaCacheMode.items()
-    if number
-}
-_LAYOUTS = {types_pb2.POOL_LAYOUT_BLOCK: "block", types_pb2.POOL_LAYOUT_LAYER: "layer"}
 _REMOVAL_REASONS = {
     event_pb2.REMOVAL_REASON_EVICTED: "evicted",
     event_pb2.REMOVAL_REASON_RESET: "reset",
@@ -333,82 +313,6 @@ def step_result(reply: cache_pb2.StepResponse) -> StepResult:
     )
 
 
-def kv_cache_spec(spec: types_pb2.KVCacheSpec) -> KVCacheSpec:
-    """What a layer keeps. A kind or mode that this client does not know is "unknown"."""
-    has = spec.HasField
-    return KVCacheSpec(
-        kind=_SPEC_KINDS.get(spec.kind, "unknown"),
-        block_size=spec.block_size,
-        page_size_bytes=spec.page_size_bytes,
-        num_kv_heads=spec.num_kv_heads,
-        head_size=spec.head_size,
-        head_size_v=spec.head_size_v,
-        dtype=spec.dtype,
-        kv_quant_mode=(
-            _QUANT_MODES.get(spec.kv_quant_mode, "unknown") if spec.kv_quant_mode else "none"
-        ),
-        sliding_window=spec.sliding_window if has("sliding_window") else None,
-        attention_chunk_size=spec.attention_chunk_size if has("attention_chunk_size") else None,
-        rswa_window=spec.rswa_window if has("rswa_window") else None,
-        sink_len=spec.sink_len if has("sink_len") else None,
-        mamba_states=tuple(
-            MambaState(tuple(state.shape), state.dtype) for state in spec.mamba_states
-        ),
-        mamba_cache_mode=(
-            _MAMBA_CACHE_MODES.get(spec.mamba_cache_mode, "unknown")
-            if spec.mamba_cache_mode
-            else None
-        ),
-        num_speculative_blocks=spec.num_speculative_blocks,
-    )
-
-
-def layer_layout(layer: types_pb2.LayerLayout) -> LayerLayout:
-    """Where a layer lies."""
-    return LayerLayout(
-        layer.name,
-        layer.offset_bytes,
-        layer.block_stride_bytes,
-        layer.group,
-        tuple(
-            TensorView(
-                view.name, view.dtype, tuple(view.shape), tuple(view.strides), view.offset_bytes
-            )
-            for view in layer.views
-        ),
-    )
-
-
-def pool_description(pool: types_pb2.PoolDescription, epoch: str) -> PoolDescription:
-    """The server's pool."""
-    return PoolDescription(
-        epoch=epoch,
-        fingerprint=pool.fingerprint,
-        num_blocks=pool.num_blocks,
-        groups=tuple(
-            KVCacheGroup(
-                kv_cache_spec(group.spec),
-                tuple(group.layer_names),
-                tuple(kv_cache_spec(spec) for spec in group.layer_specs),
-                group.is_eagle_group,
-            )
-            for group in pool.groups
-        ),
-        layout=_LAYOUTS.get(pool.layout, "unknown"),
-        layers=tuple(layer_layout(layer) for layer in pool.layers),
-        mapping_path=pool.mapping_path,
-        mapping_bytes=pool.mapping_bytes,
-        hash_scheme=pool.hash_scheme,
-        hash_seed=pool.hash_seed,
-        hash_block_size=pool.hash_block_size,
-        max_model_len=pool.max_model_len,
-        enable_prefix_caching=pool.enable_prefix_caching,
-        scheduler_block_size=pool.scheduler_block_size,
-        decode_context_parallel_size=pool.decode_context_parallel_size or 1,
-        prefill_context_parallel_size=pool.prefill_context_parallel_size or 1,
-    )
-
-
 def pulled_blocks(
     reply: transfer_pb2.PullBlocksResponse, block_hashes: Sequence[bytes]
 ) -> Iterator[PulledBlock]:
@@ -478,7 +382,7 @@ def _block_stored(stored: event_pb2.BlockStored) -> BlockStored:
             tuple([_extra_key(key) for key in keys.keys]) for keys in stored.extra_keys
         ),
         group=stored.group,
-        spec_kind=_SPEC_KINDS.get(stored.spec_kind, "unknown"),
+        spec_kind=SPEC_KINDS.get(stored.spec_kind, "unknown"),
         medium=stored.medium,
         sliding_window=stored.sliding_window if has("sliding_window") else None,
     )

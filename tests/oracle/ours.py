@@ -157,10 +157,7 @@ class KvcoreBackend:
         return manager.create_kv_cache_blocks(blocks), list(lengths)
 
     def num_uncached_common_prefix_tokens(self) -> int:
-        coordinator = self.manager.coordinator
-        if isinstance(coordinator, HybridKVCacheCoordinator):
-            return coordinator.num_uncached_common_prefix_tokens
-        return 0
+        return self.manager.coordinator.num_uncached_common_prefix_tokens
 
     def cache_partial_block(
         self, request: Request, block: KVCacheBlock, num_tokens: int, group: int

@@ -152,6 +152,32 @@ def test_a_lookup_tells_what_only_some_groups_have(serve: Serve) -> None:
     assert half.num_uncached_common_prefix_tokens == 192
 
 
+@pytest.mark.parametrize(
+    ("options", "num_hit", "num_table"),
+    [
+        pytest.param({}, 20, 6, id="plain"),
+        pytest.param({"use_eagle": True}, 16, 6, id="EAGLE drops a block"),
+        pytest.param({"dcp_world_size": 2}, 16, 3, id="two ranks share a block"),
+        pytest.param({"dcp_world_size": 2, "pcp_world_size": 2}, 16, 2, id="four ranks"),
+    ],
+)
+def test_draft_models_and_context_parallelism(
+    serve: Serve, options: dict[str, Any], num_hit: int, num_table: int
+) -> None:
+    served = serve(**options)
+    scheduler = served.open()
+    pool = scheduler.opened.pool
+    ranks = pool.decode_context_parallel_size * pool.prefill_context_parallel_size
+    assert pool.scheduler_block_size == pool.hash_block_size == 4 * ranks
+    assert pool.groups[0].spec.block_size == 4
+    prompt = tokens(*range(23))
+    admitted = scheduler.admit("a", prompt)
+    assert [len(table) for table in ids(admitted.new_blocks)] == [num_table]
+    assert scheduler.lookup("b", prompt).num_computed_tokens == num_hit
+    scheduler.free("a")
+    served.assert_clean()
+
+
 ENCODER = parse_groups(
     [
         {
