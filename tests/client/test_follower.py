@@ -69,7 +69,7 @@ def test_what_others_write_is_not_judged() -> None:
     assert contents.sums == {}
     contents = Contents({TOKENS[:4].tobytes()})
     contents.apply([stored(0, 2), stored(2, 1, b"\1")])
-    assert set(contents.sums) == {b"\0", b"\1", b"\2"}
+    assert set(contents.sums) == {(0, b"\0"), (0, b"\1"), (0, b"\2")}
 
 
 def test_contents_follow_the_chain_through_separate_events() -> None:

@@ -100,6 +100,7 @@ def test_entries_of_the_feed_are_sent_as_their_events(num_tokens: int) -> None:
         lora_name="adapter",
         group=0,
         spec_kind="full_attention",
+        sliding_window=None,
         medium="CPU",
     )
     entries: list[Entry] = [
