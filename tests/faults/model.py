@@ -144,6 +144,11 @@ class Session:
     ended_at: float = INFINITE
 
     @property
+    def ended(self) -> bool:
+        """Whether it is over; its workers may remain."""
+        return self.ended_at < INFINITE
+
+    @property
     def num_blocks(self) -> int:
         """Entries of its tables and tickets."""
         tables = [request.table for request in self.requests.values()]
