@@ -40,6 +40,9 @@ REPLY_WINDOW = 4
 SEEDS = st.integers(0, (1 << 32) - 1)
 WHO = st.integers(0, NUM_SESSIONS - 1)
 
+# The long versions, on a busy machine.
+pytestmark = pytest.mark.timeout(900)
+
 
 class Live:
     """One scheduler, as far as its client knows."""
