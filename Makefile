@@ -5,18 +5,22 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.13 python3.12 python3.10; 
 # How many random sequences `make oracle` compares.
 SEEDS ?= 3000
 
+# How long `make soak` lasts.
+SOAK_SECONDS ?= 1800
+
 BIN := .venv/bin
 KVDEPOT_ORACLE_VENV ?= .oracle-venv
 ORACLE := $(abspath $(KVDEPOT_ORACLE_VENV))
 export KVDEPOT_ORACLE_VENV := $(ORACLE)
 
-.PHONY: help demo test test-slow check fmt proto bench oracle clean
+.PHONY: help demo test test-slow soak check fmt proto bench oracle clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'demo       start a server, drive it as schedulers do, and say what happened'
 	@echo 'test       check, then the tests (makes the oracle first when it is missing)'
 	@echo 'test-slow  the long tests'
+	@echo 'soak       a server under load for SOAK_SECONDS=$(SOAK_SECONDS), its memory watched'
 	@echo 'check      formatting, types, import directions, protos; changes nothing'
 	@echo 'fmt        put the sources in form'
 	@echo 'proto      regenerate the code beside the protos'
@@ -44,6 +48,9 @@ test: check $(ORACLE)/.ready
 
 test-slow: .venv/.installed $(ORACLE)/.ready
 	$(BIN)/python -m pytest -m 'slow and not gpu'
+
+soak: .venv/.installed
+	KVDEPOT_SOAK_SECONDS=$(SOAK_SECONDS) $(BIN)/python -m pytest tests/faults/test_soak.py -m slow -rP
 
 check: .venv/.installed
 	$(BIN)/ruff check .

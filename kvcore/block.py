@@ -23,6 +23,7 @@ class KVCacheBlock:
         "group",
         "held_by",
         "held_step",
+        "holds",
         "is_null",
         "next_free",
         "pending_step",
@@ -43,9 +44,13 @@ class KVCacheBlock:
         # Set while block_hash is registered but its bytes are not known to be written.
         self.pending_view: PoolView | None = None
         self.pending_step = 0
-        # Set while the block is free but other views must not take it yet.
+        # Set while the block is free but other views must not take it yet; the pool's
+        # ``several`` if more than one view holds it back.
         self.held_by: PoolView | None = None
         self.held_step = 0
+        # By view, the steps that the block waits for: when several views hold it back, and
+        # while it is in use, of those that held it back or released it.
+        self.holds: dict[PoolView, int] | None = None
         # What events say of the block, and where in it; None unless events are published.
         self.content: StoredRun | None = None
         self.content_position = 0

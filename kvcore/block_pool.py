@@ -67,8 +67,13 @@ class BlockPool:
         self.indexes = tuple(PrefixIndex() for _ in config.groups)
         self.partial = PartialHashes()
         self.views: list[PoolView] = []
+        # Stands for the views that together hold back a block.
+        self.several = PoolView(self)
         # Free blocks held back by some view.
         self.num_held_blocks = 0
+        # Blocks in use that were held back when they were hit, or released in steps that
+        # may still read them.
+        self.num_holds_kept = 0
         # Free blocks with content.
         self.num_cached_blocks = 0
         self.num_evictions = 0
@@ -110,8 +115,8 @@ class BlockPool:
     def states(self) -> BlockStates:
         """How many blocks are in which state; the null block is in none."""
         num_free = self.free_queue.num_free_blocks
-        held = [block for view in self.views for block in view.held_blocks()]
-        num_held_cached = sum(block.block_hash is not None for block in held)
+        held = {block.block_id: block for view in self.views for block in view.held_blocks()}
+        num_held_cached = sum(block.block_hash is not None for block in held.values())
         num_cached = self.num_cached_blocks - num_held_cached
         return BlockStates(
             live=self.num_live_blocks + self.num_sink_blocks,
@@ -143,7 +148,11 @@ class BlockPool:
         return blocks
 
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Reference blocks that were hit; those that were free leave the queue."""
+        """Reference blocks that were hit; those that were free leave the queue.
+
+        Steps that a block was held back for may still read it: when it is free again, it
+        is held back for them as before.
+        """
         residency = self.residency
         for block in blocks:
             if block.ref_cnt == 0:
@@ -151,7 +160,7 @@ class BlockPool:
                     continue
                 self.free_queue.remove(block)
                 if block.held_by is not None:
-                    block.held_by.release(block)
+                    self._keep_holds(block)
                 if block.block_hash is not None:
                     self.num_cached_blocks -= 1
             block.ref_cnt += 1
@@ -166,20 +175,30 @@ class BlockPool:
         """
         with_hash: list[KVCacheBlock] = []
         without_hash: list[KVCacheBlock] = []
+        in_use: list[KVCacheBlock] = []
         for block in ordered_blocks:
             if block.is_null:
                 continue
             block.ref_cnt -= 1
             if block.ref_cnt == 0:
                 (without_hash if block.block_hash is None else with_hash).append(block)
+            else:
+                in_use.append(block)
             assert block.ref_cnt >= 0
         if without_hash:
             self.free_queue.prepend_n(without_hash)
         if with_hash:
             self.free_queue.append_n(with_hash)
             self.num_cached_blocks += len(with_hash)
-        if view.step > view.completed_step and (with_hash or without_hash):
-            view.hold(with_hash + without_hash)
+        if view.step > view.completed_step:
+            if with_hash or without_hash:
+                view.hold(with_hash + without_hash)
+            if in_use and len(self.views) > 1:
+                self._keep_releases(in_use, view)
+        if self.num_holds_kept:
+            for block in with_hash + without_hash:
+                if block.holds is not None:
+                    self._hold_again(block)
 
     def cache_full_blocks(
         self,
@@ -408,6 +427,57 @@ class BlockPool:
     def take_truth_events(self) -> list[Event]:
         """As take_feed, an event a block."""
         return list(events_of(self.take_feed()))
+
+    def end_hold(self, block: KVCacheBlock) -> None:
+        """One of the several views that hold back ``block`` waits for no step any more."""
+        assert block.holds is not None
+        self.several.release(block)
+        self._set_holds(block, block.holds)
+
+    def _keep_holds(self, block: KVCacheBlock) -> None:
+        """A block that is held back is in use again."""
+        holder = block.held_by
+        assert holder is not None
+        if holder is not self.several:
+            block.holds = {holder: block.held_step}
+        holder.release(block)
+        self.num_holds_kept += 1
+
+    def _keep_releases(self, blocks: list[KVCacheBlock], view: PoolView) -> None:
+        """Blocks that ``view`` released in its present step, and others still use.
+
+        Whoever releases one last may have completed its steps before that one has.
+        """
+        for block in blocks:
+            if block.holds is None:
+                block.holds = {}
+                self.num_holds_kept += 1
+            block.holds[view] = view.step
+        view.await_end(blocks)
+
+    def _hold_again(self, block: KVCacheBlock) -> None:
+        """A block that was held back before its last use is free again."""
+        holds = block.holds
+        assert holds is not None
+        self.num_holds_kept -= 1
+        if block.held_by is not None:
+            holds[block.held_by] = block.held_step
+            block.held_by.release(block)
+        self._set_holds(block, holds)
+
+    def _set_holds(self, block: KVCacheBlock, holds: dict[PoolView, int]) -> None:
+        """Hold back a free block for those of ``holds`` whose steps have not completed."""
+        waiting = {view: step for view, step in holds.items() if step > view.completed_step}
+        block.holds = None
+        if not waiting:
+            return
+        if len(waiting) > 1:
+            block.holds = waiting
+            block.held_by = self.several
+        else:
+            ((block.held_by, block.held_step),) = waiting.items()
+        block.held_by.num_held_blocks += 1
+        self.num_held_blocks += 1
 
     def stored_event(self, block: KVCacheBlock, block_hash: bytes) -> BlockStored | None:
         """What the truth feed says of the block under one of its hashes.

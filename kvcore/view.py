@@ -58,9 +58,13 @@ class PoolView:
         for block in blocks:
             block.held_by = self
             block.held_step = self.step
-        self._held.append((self.step, blocks))
+        self.await_end(blocks)
         self.num_held_blocks += len(blocks)
         self.pool.num_held_blocks += len(blocks)
+
+    def await_end(self, blocks: list[KVCacheBlock]) -> None:
+        """Look, when this step has completed, whether ``blocks`` are held back for it."""
+        self._held.append((self.step, blocks))
 
     def forget_pending(self) -> None:
         """What is not known to be written now never will be: make it no hit."""
@@ -79,12 +83,12 @@ class PoolView:
         self.step += 1
 
     def held_blocks(self) -> list[KVCacheBlock]:
-        """The free blocks that others must not take yet, each once."""
+        """The free blocks that others must not take yet, each once, held by others too or not."""
         blocks = {
             block.block_id: block
             for _, held in self._held
             for block in held
-            if block.held_by is self
+            if block.held_by is self or block.held_by is self.pool.several
         }
         return list(blocks.values())
 
@@ -109,8 +113,11 @@ class PoolView:
         num_released = 0
         while held and held[0][0] <= completed:
             for block in held.popleft()[1]:
-                if block.held_by is self and block.held_step <= completed:
-                    block.held_by = None
-                    num_released += 1
+                if block.held_by is self:
+                    if block.held_step <= completed:
+                        block.held_by = None
+                        num_released += 1
+                elif block.held_by is self.pool.several:
+                    self.pool.end_hold(block)
         self.num_held_blocks -= num_released
         self.pool.num_held_blocks -= num_released

@@ -79,15 +79,22 @@ class Drain:
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """``writer`` has not confirmed its bytes; ``keeper`` freed it in a step that may still run."""
+    """``writer`` has not confirmed its bytes; ``keepers`` freed it in steps that may still run."""
 
     block_id: int
     refs: int = 0
     key: Key | None = None
     writer: Session | None = None
     written_in: int = 0
-    keeper: Session | None = None
-    kept_in: int = 0
+    keepers: dict[Session, int] = field(default_factory=dict)
+
+    def is_free_for(self, session: Session) -> bool:
+        """Whether the session can be given the block."""
+        return not self.refs and not self.keepers.keys() - {session}
+
+    def is_kept_by(self, session: Session) -> bool:
+        """Whether it is the only one that keeps the block from the others."""
+        return not self.refs and self.keepers.keys() == {session}
 
 
 @dataclass(eq=False, slots=True)
@@ -137,6 +144,11 @@ class Session:
     ended_at: float = INFINITE
 
     @property
+    def ended(self) -> bool:
+        """Whether it is over; its workers may remain."""
+        return self.ended_at < INFINITE
+
+    @property
     def num_blocks(self) -> int:
         """Entries of its tables and tickets."""
         tables = [request.table for request in self.requests.values()]
@@ -184,9 +196,9 @@ class Model:
         """Blocks by state."""
         blocks = self.blocks.values()
         live = sum(block.refs > 0 for block in blocks)
-        kept = sum(block.keeper is not None for block in blocks)
+        kept = sum(not block.refs and bool(block.keepers) for block in blocks)
         cached = sum(
-            not block.refs and block.keeper is None and block.key is not None for block in blocks
+            not block.refs and not block.keepers and block.key is not None for block in blocks
         )
         return {
             "live": live,
@@ -255,8 +267,7 @@ class Model:
 
     def _give_up_kept(self, session: Session) -> None:
         for block in self.blocks.values():
-            if block.keeper is session:
-                block.keeper = None
+            block.keepers.pop(session, None)
 
     def end(self, session: Session) -> int:
         """CloseSession, or the end of a lease; the number of requests freed."""
@@ -317,8 +328,8 @@ class Model:
         for block in self.blocks.values():
             if block.writer is session and block.written_in <= completed:
                 block.writer = None
-            if block.keeper is session and block.kept_in <= completed:
-                block.keeper = None
+            if block.keepers.get(session, completed + 1) <= completed:
+                del block.keepers[session]
 
     # --- calls ------------------------------------------------------------------------
 
@@ -528,15 +539,13 @@ class Model:
 
     def free_blocks(self, session: Session) -> int:
         """Blocks that the session can take."""
-        return sum(
-            not block.refs and block.keeper in (None, session) for block in self.blocks.values()
-        )
+        return sum(block.is_free_for(session) for block in self.blocks.values())
 
     def check_holders(self, no_fit: Any, *, named: bool) -> None:
         """A refusal names who holds the most, if it is a Step's first."""
         holds = []
         for session in (*self.sessions, *self.departed):
-            kept = sum(block.keeper is session for block in self.blocks.values())
+            kept = sum(block.is_kept_by(session) for block in self.blocks.values())
             if session.num_blocks + kept:
                 holds.append((session.num_blocks + kept, session in self.departed))
         holds.sort(key=lambda hold: -hold[0])
@@ -599,7 +608,7 @@ class Model:
         has_scheduled = not slots.HasField("has_scheduled_reqs") or slots.has_scheduled_reqs
         watermark = 0 if request.running or not has_scheduled else self.watermark_blocks
         free = self.free_blocks(session)
-        cost = sum(not block.refs and block.keeper in (None, session) for block in hit)
+        cost = sum(block.is_free_for(session) for block in hit)
         have = len(request.table) + len(hit)
         refusal = None
         whole = max(-(-len(request.tokens) // size) - have, 0) + cost
@@ -620,7 +629,6 @@ class Model:
         agree("num_new_tokens", result.num_new_tokens, new)
         agree("hit blocks", ids_of(result.hit_blocks), [block.block_id for block in hit])
         for block in hit:
-            block.keeper = None
             block.refs += 1
         if not request.holds:
             request.holds = True
@@ -661,12 +669,12 @@ class Model:
         agree("new blocks", len(block_ids), max(num_blocks - len(request.table), 0))
         for block_id in block_ids:
             block = self.blocks.get(block_id)
-            if block is None or block.refs or block.keeper not in (None, session):
+            if block is None or not block.is_free_for(session):
                 raise Divergence(f"{session.name} was given {block}, which is not free for it")
             if block.key is not None:
                 self._forget(block)
                 self.evictions += 1
-            block.keeper = None
+            block.keepers.clear()
             block.refs = 1
             request.table.append(block)
 
@@ -731,8 +739,8 @@ class Model:
     def _release(self, session: Session, blocks: list[Block]) -> None:
         for block in blocks:
             block.refs -= 1
-            if not block.refs and session.step > session.completed:
-                block.keeper, block.kept_in = session, session.step
+            if session.step > session.completed:
+                block.keepers[session] = session.step
 
     def _forget(self, block: Block) -> None:
         if block.key is None:

@@ -86,7 +86,7 @@ class Simulation:
         self.num_schedulers = num_schedulers
         self.num_calls = 0
         self.num_lost = 0
-        self.linger_seconds = 0.0
+        self._workers: list[asyncio.Task[None]] = []
         self.divergence: Exception | None = None
 
     def run(self, num_calls: int) -> Trace:
@@ -140,8 +140,9 @@ class Simulation:
 
     async def _to_the_end(self, work: Coroutine[Any, Any, None]) -> None:
         await work
-        await asyncio.sleep(self.linger_seconds)
-        self.model.pass_time(asyncio.get_running_loop().time())
+        for worker in self._workers:
+            await worker
+        self._pass_time()
 
     def check(self) -> None:
         """Raise what diverged, and compare the server's state with the model's."""
@@ -209,7 +210,31 @@ class Simulation:
         session: Session | None = None
         while session is None:
             session = await _insist(lambda: client.open_session(f"scheduler {number}"))
+        if self.chance.random() < 0.4:
+            self._employ(session)
         return session
+
+    def _employ(self, session: Session) -> None:
+        """A worker of the session, that may live longer than it. It is attached without a wire."""
+        depot_session = self.node.depot.sessions.get(session.session_id)
+        if depot_session is None:
+            return
+        worker = self.node.attach_worker(depot_session, "worker")
+        judged = self.judge.sessions[session.session_id]
+        self._pass_time()
+        self.model.attach(judged.session)
+        life = self.chance.uniform(0, 2 * LEASE_SECONDS)
+
+        async def leave() -> None:
+            await asyncio.sleep(life)
+            self._pass_time()
+            self.node.detach_worker(worker)
+            self.model.detach(judged.session)
+
+        self._workers.append(asyncio.get_running_loop().create_task(leave()))
+
+    def _pass_time(self) -> None:
+        self.model.pass_time(asyncio.get_running_loop().time())
 
     async def _call(self, session: Session, planned: Planned, send: Any) -> None:
         """One call, until its answer is known; it must be the one that the server gave."""

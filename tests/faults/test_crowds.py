@@ -24,6 +24,9 @@ PATIENCE_SECONDS = 5.0
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS = b"\0\0\0\4\0\0\0\0\0"
 
+# The long versions, on a busy machine.
+pytestmark = pytest.mark.timeout(900)
+
 
 @contextlib.contextmanager
 def nagger(processes: Processes, server: ServerProcess) -> Iterator[Process]:

@@ -20,6 +20,9 @@ LINGER_SECONDS = 2.0
 SLACK_SECONDS = 1.0
 POOL = {"block_size": 16, "num_blocks": 400, "worker_heartbeat_s": 0.2}
 
+# The long versions, on a busy machine.
+pytestmark = pytest.mark.timeout(900)
+
 
 def sessions_named(client: Client, name: str) -> list[SessionState]:
     """The states of the sessions with this name."""

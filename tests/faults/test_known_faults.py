@@ -391,6 +391,32 @@ def test_a_held_block_in_the_free_list(stage: Stage) -> None:
     assert set(table(admit(stage.a, "own", OTHER, 1, 0))) == set(held)
 
 
+def test_a_held_block_that_is_hit_meanwhile(stage: Stage) -> None:
+    """Freed in a step that still reads it, hit by another, freed again: it is still held."""
+    blocks = table(admit(stage.a, "r", PROMPT, 1, 0))[:2]
+    stage.a.cache_blocks("r", 10, mark=StepMark(2, 1))
+    stage.a.free("r", mark=StepMark(2, 1))
+    assert table(admit(stage.b, "r", PROMPT))[:2] == blocks
+    stage.b.free("r")
+    assert stage.states[2] == 4  # two of both, A's half block and B's
+    assert admit(stage.b, "all", range(60)).outcome is Outcome.NO_FIT
+    stage.a.free("nobody", mark=StepMark(3, 2))
+    assert set(blocks) < set(table(admit(stage.b, "all again", range(64))))
+
+
+def test_a_shared_block_whose_last_user_is_another(stage: Stage) -> None:
+    """Freed in a step that still reads it, while another uses it, who then frees it, too."""
+    blocks = table(admit(stage.a, "r", PROMPT, 1, 0))[:2]
+    stage.a.cache_blocks("r", 10, mark=StepMark(2, 1))
+    assert table(admit(stage.b, "r", PROMPT))[:2] == blocks
+    stage.a.free("r", mark=StepMark(2, 1))
+    stage.b.free("r")
+    assert stage.states[2] == 4
+    assert admit(stage.b, "all", range(60)).outcome is Outcome.NO_FIT
+    stage.a.free("nobody", mark=StepMark(3, 2))
+    assert set(blocks) < set(table(admit(stage.b, "all again", range(64))))
+
+
 def test_a_hit_counts_once(stage: Stage) -> None:
     """The last free blocks are the hit: they are not counted as room for new tokens as well."""
     written(stage.a, "warm")

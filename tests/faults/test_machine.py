@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 from judge import Judge, Judged
 from kvdepot.v1 import admin_pb2, cache_pb2, transfer_pb2
 from manual_clock import ManualClock
-from model import Model
+from model import Model, agree
 from serving import TIMEOUT_SECONDS, serving
 from traffic import Planned, context_of, plan
 
@@ -39,6 +39,9 @@ REPLY_WINDOW = 4
 
 SEEDS = st.integers(0, (1 << 32) - 1)
 WHO = st.integers(0, NUM_SESSIONS - 1)
+
+# The long versions, on a busy machine.
+pytestmark = pytest.mark.timeout(900)
 
 
 class Live:
@@ -197,6 +200,33 @@ class Sessions(RuleBasedStateMachine):
     def nothing_diverges(self) -> None:
         audit = self.served.admin.Audit(admin_pb2.AuditRequest(), timeout=TIMEOUT_SECONDS)
         self.judge.check_stats(self.served.stats(), list(audit.violations))
+        self._check_lists()
+
+    def _check_lists(self) -> None:
+        """ListSessions and ListRequests say who holds what."""
+        admin = self.served.admin
+        sessions = admin.ListSessions(admin_pb2.ListSessionsRequest(), timeout=TIMEOUT_SECONDS)
+        requests = admin.ListRequests(admin_pb2.ListRequestsRequest(), timeout=TIMEOUT_SECONDS)
+        named = {session_id: judged.session for session_id, judged in self.judge.sessions.items()}
+        found = {info.session_id: info for info in sessions.sessions}
+        expected = [*self.model.sessions, *self.model.departed]
+        agree("sessions", [named[session_id] for session_id in found], expected)
+        for session_id, info in found.items():
+            session = named[session_id]
+            agree("departed", info.state == admin_pb2.SESSION_STATE_DEPARTED, session.ended)
+            agree("blocks", info.num_blocks, session.num_blocks)
+            agree("workers", info.num_workers, session.workers)
+        agree(
+            "requests",
+            [(r.request_id, r.handle, r.num_tokens, r.num_blocks) for r in requests.requests],
+            [
+                (r.request_id, r.handle, len(r.tokens), len(r.table))
+                for r in sorted(
+                    (r for s in self.model.sessions for r in s.requests.values()),
+                    key=lambda r: r.handle,
+                )
+            ],
+        )
 
     # --- inside -----------------------------------------------------------------------
 

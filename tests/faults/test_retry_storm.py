@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from fake_wire import Faults
+from kvcore.block import KVCacheBlock
 from kvcore.depot import Depot
+from kvcore.view import PoolView
 from simulation import Simulation
 
 NUM_CALLS = 120
@@ -46,12 +48,19 @@ def state(depot: Depot) -> dict[str, Any]:
                 block.ref_cnt,
                 block.block_hash,
                 order.get(block.pending_view),
-                order.get(block.held_by),
+                [(order[view], step) for view, step in held(block)],
             )
             for block in pool.blocks
         ],
         "counters": depot.stats(),
     }
+
+
+def held(block: KVCacheBlock) -> list[tuple[PoolView, int]]:
+    """The views that hold the block back, and for which steps."""
+    if block.holds is not None:
+        return list(block.holds.items())
+    return [] if block.held_by is None else [(block.held_by, block.held_step)]
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -10,6 +10,9 @@ from unittest import mock
 
 Result = TypeVar("Result")
 
+TICK_SECONDS = 1e-9
+"""Each turn of the loop takes a moment, or who waits for less than a float can tell waits on."""
+
 
 class _Jump(selectors.SelectSelector):
     """Instead of waiting for input, of which there is none, moves the clock."""
@@ -19,7 +22,7 @@ class _Jump(selectors.SelectSelector):
     def select(self, timeout: float | None = None) -> list[Any]:
         if timeout is None:
             raise RuntimeError("everybody waits, and nothing will ever happen")
-        self.now += max(timeout, 0.0)
+        self.now += max(timeout, TICK_SECONDS)
         return []
 
 
