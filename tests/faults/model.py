@@ -113,8 +113,10 @@ class Request:
     confirmed: int = 0
     remembered: int = 0
     preemptions: int = 0
+    # The step that registered last, and its first block; the step of the last allocation.
+    registered_in: int = -1
     registered_from: int = 0
-    registered_in: int = 0
+    allocated_in: int = 0
     outlived_reset: bool = False
 
     def key(self, position: int, block_size: int) -> Key:
@@ -602,8 +604,6 @@ class Model:
             return "NO_BUDGET"
         if computed + new > self.max_model_len:
             raise Refusal(INVALID)
-        # What the last allocation registered, for did_not_run.
-        registered_from = max(claimed // size, request.registered)
         num_slots = min(computed + new + slots.num_lookahead_tokens, self.max_model_len)
         has_scheduled = not slots.HasField("has_scheduled_reqs") or slots.has_scheduled_reqs
         watermark = 0 if request.running or not has_scheduled else self.watermark_blocks
@@ -638,7 +638,7 @@ class Model:
         if not slots.delay_cache_blocks:
             self._register(session, request, min(computed + new, len(request.tokens)))
             request.running = True
-        request.registered_from, request.registered_in = registered_from, session.step
+        request.allocated_in = session.step
         request.computed = computed
         request.remembered = 0
         return "OK"
@@ -682,6 +682,8 @@ class Model:
         if request.outlived_reset:
             return
         full = num_tokens // self.block_size
+        if full > request.registered and request.registered_in != session.step:
+            request.registered_in, request.registered_from = session.step, request.registered
         for position in range(request.registered, full):
             block = request.table[position]
             assert block.key is None
@@ -704,12 +706,12 @@ class Model:
     def _free(
         self, session: Session, request: Request, mode: int, did_not_run: bool, ticket: int
     ) -> None:
-        if did_not_run and not (session.names_steps and request.registered_in != session.step):
+        if did_not_run and not (session.names_steps and request.allocated_in != session.step):
             self._forget_unwritten(session, request)
         table, request.table = request.table, []
         request.holds = request.running = False
         request.computed = request.registered = request.confirmed = request.remembered = 0
-        request.registered_from = 0
+        request.registered_in = -1
         request.outlived_reset = False
         if mode == pb.FREE_MODE_PREEMPT:
             request.preemptions += 1
@@ -725,7 +727,9 @@ class Model:
             self._release(session, table)
 
     def _forget_unwritten(self, session: Session, request: Request) -> None:
-        last = request.table[max(request.registered_from, request.confirmed) :]
+        last = []
+        if request.registered_in == request.allocated_in:
+            last = request.table[max(request.registered_from, request.confirmed) :]
         unwritten = [block for block in last if block.key is not None]
         for block in unwritten:
             self._forget(block)
@@ -851,11 +855,10 @@ class _StepJudge:
                 model.check_holders(self.reply.no_fit, named=not self.refused)
             self.refused = True
             return "NO_FIT", 0
-        registered_from = request.registered
         taken, self.ids = self.ids[:needed], self.ids[needed:]
         model._take(self.session, request, taken, -(-num_slots // size))
         model._register(self.session, request, min(computed + new, len(request.tokens)))
-        request.registered_from, request.registered_in = registered_from, self.session.step
+        request.allocated_in = self.session.step
         request.computed = computed
         if self.budget is not None:
             self.budget -= new

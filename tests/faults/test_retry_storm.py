@@ -28,7 +28,7 @@ def state(depot: Depot) -> dict[str, Any]:
                     request.handle,
                     request.status,
                     request.num_computed_tokens,
-                    request.num_confirmed_blocks,
+                    request.num_confirmed_tokens,
                     request.remembered_hit_tokens,
                     request.num_preemptions,
                 )
