@@ -190,7 +190,7 @@ class BlockPool:
         if with_hash:
             self.free_queue.append_n(with_hash)
             self.num_cached_blocks += len(with_hash)
-        if view.step > view.completed_step:
+        if view.last_use_step > view.completed_step:
             if with_hash or without_hash:
                 view.hold(with_hash + without_hash)
             if in_use and len(self.views) > 1:
@@ -444,7 +444,7 @@ class BlockPool:
         self.num_holds_kept += 1
 
     def _keep_releases(self, blocks: list[KVCacheBlock], view: PoolView) -> None:
-        """Blocks that ``view`` released in its present step, and others still use.
+        """Blocks that ``view`` released while a step of it may use them, and others still do.
 
         Whoever releases one last may have completed its steps before that one has.
         """
@@ -452,7 +452,7 @@ class BlockPool:
             if block.holds is None:
                 block.holds = {}
                 self.num_holds_kept += 1
-            block.holds[view] = view.step
+            block.holds[view] = view.last_use_step
         view.await_end(blocks)
 
     def _hold_again(self, block: KVCacheBlock) -> None:

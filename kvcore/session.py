@@ -51,7 +51,7 @@ class Session:
         view = self.view
         if step is None and completed_step is None:
             self.names_steps = False
-            view.begin_step(view.step + 1, view.step)
+            view.begin_step(view.step + 1, view.step, is_synchronous=True)
             self.manager.new_step_starts()
             return
         if step is None or completed_step is None:

@@ -22,26 +22,39 @@ if TYPE_CHECKING:
 class PoolView:
     """One session's steps. A view that never begins a step sees all as written."""
 
-    __slots__ = ("_held", "_pending", "completed_step", "num_held_blocks", "pool", "step")
+    __slots__ = (
+        "_held",
+        "_pending",
+        "completed_step",
+        "last_use_step",
+        "num_held_blocks",
+        "pool",
+        "step",
+    )
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
         self.step = 0
         self.completed_step = 0
+        # The last step that may read or write what is freed now.
+        self.last_use_step = 0
         # (step, blocks), in order of step.
         self._pending: deque[tuple[int, list[KVCacheBlock]]] = deque()
         self._held: deque[tuple[int, list[KVCacheBlock]]] = deque()
         # Free blocks that others must not take yet.
         self.num_held_blocks = 0
 
-    def begin_step(self, step: int, completed_step: int) -> None:
+    def begin_step(self, step: int, completed_step: int, *, is_synchronous: bool = False) -> None:
         """Enter ``step``; the writes of ``completed_step`` and before have ended.
 
         Both only rise; ``completed_step`` < ``step``, unless nothing is in flight.
+        ``is_synchronous``: what runs in ``step`` begins only after what is freed in it,
+        so that nobody has to wait for what is freed.
         """
         assert step >= self.step
         assert completed_step >= self.completed_step
         self.step = step
+        self.last_use_step = completed_step if is_synchronous else step
         if completed_step != self.completed_step:
             self.completed_step = completed_step
             self._complete()
@@ -54,17 +67,17 @@ class PoolView:
         self._pending.append((self.step, blocks))
 
     def hold(self, blocks: list[KVCacheBlock]) -> None:
-        """Blocks freed in this step, which may still be read or written by it."""
+        """Blocks freed now, which a step that has not completed may still use."""
         for block in blocks:
             block.held_by = self
-            block.held_step = self.step
+            block.held_step = self.last_use_step
         self.await_end(blocks)
         self.num_held_blocks += len(blocks)
         self.pool.num_held_blocks += len(blocks)
 
     def await_end(self, blocks: list[KVCacheBlock]) -> None:
-        """Look, when this step has completed, whether ``blocks`` are held back for it."""
-        self._held.append((self.step, blocks))
+        """Look, when their last use has completed, whether ``blocks`` are held back for it."""
+        self._held.append((self.last_use_step, blocks))
 
     def forget_pending(self) -> None:
         """What is not known to be written now never will be: make it no hit."""
@@ -81,6 +94,7 @@ class PoolView:
         the pool closes the view.
         """
         self.step += 1
+        self.last_use_step = self.step
 
     def held_blocks(self) -> list[KVCacheBlock]:
         """The free blocks that others must not take yet, each once, held by others too or not."""

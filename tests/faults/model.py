@@ -139,6 +139,8 @@ class Session:
     tickets: dict[int, Detached] = field(default_factory=dict)
     step: int = 0
     completed: int = 0
+    # The last step that may use what is freed now.
+    last_use: int = 0
     names_steps: bool = False
     workers: int = 0
     lease_seconds: float = INFINITE
@@ -279,6 +281,7 @@ class Model:
                 self._forget(block)
         if session.workers:  # whatever is freed from now on is kept from the others
             session.step += 1
+            session.last_use = session.step
         for request in session.requests.values():
             self._release(session, request.table)
         for blocks in session.tickets.values():
@@ -313,6 +316,7 @@ class Model:
         if not context.HasField("step") and not context.HasField("completed_step"):
             session.names_steps = False
             self._enter(session, session.step + 1, session.step)
+            session.last_use = session.completed  # what runs in it begins after what is freed
             return
         step, completed = context.step, context.completed_step
         if (
@@ -326,7 +330,8 @@ class Model:
         self._enter(session, step, completed)
 
     def _enter(self, session: Session, step: int, completed: int) -> None:
-        session.step, session.completed = step, completed
+        session.step = session.last_use = step
+        session.completed = completed
         for block in self.blocks.values():
             if block.writer is session and block.written_in <= completed:
                 block.writer = None
@@ -743,8 +748,8 @@ class Model:
     def _release(self, session: Session, blocks: list[Block]) -> None:
         for block in blocks:
             block.refs -= 1
-            if session.step > session.completed:
-                block.keepers[session] = session.step
+            if session.last_use > session.completed:
+                block.keepers[session] = session.last_use
 
     def _forget(self, block: Block) -> None:
         if block.key is None:

@@ -398,7 +398,7 @@ def test_a_held_block_that_is_hit_meanwhile(stage: Stage) -> None:
     stage.a.free("r", mark=StepMark(2, 1))
     assert table(admit(stage.b, "r", PROMPT))[:2] == blocks
     stage.b.free("r")
-    assert stage.states[2] == 4  # two of both, A's half block and B's
+    assert stage.states[2] == 3  # two of both, and A's half block
     assert admit(stage.b, "all", range(60)).outcome is Outcome.NO_FIT
     stage.a.free("nobody", mark=StepMark(3, 2))
     assert set(blocks) < set(table(admit(stage.b, "all again", range(64))))
@@ -411,10 +411,18 @@ def test_a_shared_block_whose_last_user_is_another(stage: Stage) -> None:
     assert table(admit(stage.b, "r", PROMPT))[:2] == blocks
     stage.a.free("r", mark=StepMark(2, 1))
     stage.b.free("r")
-    assert stage.states[2] == 4
+    assert stage.states[2] == 3
     assert admit(stage.b, "all", range(60)).outcome is Outcome.NO_FIT
     stage.a.free("nobody", mark=StepMark(3, 2))
     assert set(blocks) < set(table(admit(stage.b, "all again", range(64))))
+
+
+def test_an_idle_scheduler_keeps_nothing_from_the_others(stage: Stage) -> None:
+    """Its last Free is its last call: what ran has ended, as it names no steps."""
+    fill(stage.a, "all", NUM_USABLE)
+    stage.a.free("all")
+    assert stage.states[2] == 0
+    fill(stage.b, "all", NUM_USABLE)
 
 
 def test_a_hit_counts_once(stage: Stage) -> None:
