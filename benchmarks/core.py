@@ -22,6 +22,14 @@ ROWS = (
     ("core: admit and free 1024 tokens, 100% hit", "admit 100%", 200, 1.0),
     ("core: the same, every block evicts one", "evict", 200, 1.0),
     ("core: decode step of 256 requests", "decode", 64, 1.0),
+    (
+        "core: full + sliding window, admit 1024 tokens, 0% hit",
+        "hybrid admit 0%",
+        200,
+        1.0,
+    ),
+    ("core: full + sliding window, admit 1024 tokens, 50% hit", "hybrid admit 50%", 200, 1.0),
+    ("core: full + sliding window, decode step of 256", "hybrid decode", 64, 1.0),
     ("core: hash 8192 tokens (vLLM: sha256_cbor)", "hash", 20, 0.25),
 )
 

@@ -5,11 +5,17 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 
-from benchmarks.workloads import BLOCK_SIZE
+from benchmarks.workloads import BLOCK_SIZE, WINDOW_TOKENS
 from kvcore.hashing import ExtraKeys, make_scheme
 from kvcore.manager import KVCacheManager
 from kvcore.request import Request, RequestStatus
-from kvcore.spec import DepotConfig, FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from kvcore.spec import (
+    DepotConfig,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroup,
+    SlidingWindowSpec,
+)
 
 
 def token_bytes(tokens: list[int]) -> bytes:
@@ -23,11 +29,15 @@ class KvcoreSide:
     def __init__(self) -> None:
         self.scheme = make_scheme("kvd_sha256", "0")
 
-    def make_manager(self, num_blocks: int) -> KVCacheManager:
-        spec = FullAttentionSpec(BLOCK_SIZE, num_kv_heads=1, head_size=16)
-        return KVCacheManager(
-            DepotConfig(KVCacheConfig(num_blocks, (KVCacheGroup(("layer",), spec),)))
+    def make_manager(self, num_blocks: int, *, hybrid: bool) -> KVCacheManager:
+        full = FullAttentionSpec(BLOCK_SIZE, num_kv_heads=1, head_size=16)
+        window = SlidingWindowSpec(
+            BLOCK_SIZE, num_kv_heads=1, head_size=16, sliding_window=WINDOW_TOKENS
         )
+        groups = [KVCacheGroup(("layer",), full)]
+        if hybrid:
+            groups.append(KVCacheGroup(("window",), window))
+        return KVCacheManager(DepotConfig(KVCacheConfig(num_blocks, tuple(groups))))
 
     def make_request(self, request_id: str, tokens: list[int]) -> Request:
         extra = ExtraKeys()

@@ -10,10 +10,15 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.request import Request, RequestStatus
 
-from benchmarks.workloads import BLOCK_SIZE
+from benchmarks.workloads import BLOCK_SIZE, WINDOW_TOKENS
 
 
 class VllmSide:
@@ -25,15 +30,25 @@ class VllmSide:
         register_all_kvcache_specs(None)
         self.hasher = get_request_block_hasher(BLOCK_SIZE, hash_function)
 
-    def make_manager(self, num_blocks: int) -> KVCacheManager:
-        spec = FullAttentionSpec(
+    def make_manager(self, num_blocks: int, *, hybrid: bool) -> KVCacheManager:
+        full = FullAttentionSpec(
             block_size=BLOCK_SIZE, num_kv_heads=1, head_size=16, dtype=torch.bfloat16
         )
+        window = SlidingWindowSpec(
+            block_size=BLOCK_SIZE,
+            num_kv_heads=1,
+            head_size=16,
+            dtype=torch.bfloat16,
+            sliding_window=WINDOW_TOKENS,
+        )
+        groups = [KVCacheGroupSpec(["layer"], full)]
+        if hybrid:
+            groups.append(KVCacheGroupSpec(["window"], window))
         return KVCacheManager(
             KVCacheConfig(
                 num_blocks=num_blocks,
                 kv_cache_tensors=[],
-                kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+                kv_cache_groups=groups,
             ),
             max_model_len=131_072,
             scheduler_block_size=BLOCK_SIZE,

@@ -17,12 +17,15 @@ VOCABULARY = 151_936
 HASHED_TOKENS = 8192
 DECODE_REQUESTS = 256
 DECODE_TOKENS = 1000
+# Of the second group, where there is one.
+WINDOW_TOKENS = 512
 
 
 class Side(Protocol):
     """One implementation."""
 
-    def make_manager(self, num_blocks: int) -> Any: ...
+    def make_manager(self, num_blocks: int, *, hybrid: bool) -> Any:
+        """Of full attention; ``hybrid``: and of a sliding window, in a group of its own."""
 
     def make_request(self, request_id: str, tokens: list[int]) -> Any:
         """A request whose blocks are hashed."""
@@ -78,11 +81,18 @@ class Admit(Workload):
     """
 
     def __init__(
-        self, side: Side, num_samples: int, *, num_hit_tokens: int = 0, evicting: bool = False
+        self,
+        side: Side,
+        num_samples: int,
+        *,
+        num_hit_tokens: int = 0,
+        evicting: bool = False,
+        hybrid: bool = False,
     ) -> None:
         super().__init__(side, num_samples)
         num_prompts = 4 if evicting else num_samples + 2
-        self.manager = side.make_manager(num_prompts * PROMPT_BLOCKS + 1)
+        num_blocks = num_prompts * PROMPT_BLOCKS * (2 if hybrid else 1) + 1
+        self.manager = side.make_manager(num_blocks, hybrid=hybrid)
         shared = self.tokens(num_hit_tokens)
         self.requests = [
             side.make_request(f"r{i}", shared + self.tokens(PROMPT_TOKENS - num_hit_tokens))
@@ -113,11 +123,11 @@ class Admit(Workload):
 class Decode(Workload):
     """One token each for running requests of about 1000 tokens."""
 
-    def __init__(self, side: Side, num_samples: int) -> None:
+    def __init__(self, side: Side, num_samples: int, *, hybrid: bool = False) -> None:
         super().__init__(side, num_samples)
         num_tokens = DECODE_TOKENS + BLOCK_SIZE + num_samples
         num_blocks = DECODE_REQUESTS * (num_tokens // BLOCK_SIZE + 1)
-        self.manager = side.make_manager(num_blocks + 1)
+        self.manager = side.make_manager(num_blocks * (2 if hybrid else 1) + 1, hybrid=hybrid)
         self.requests = [
             side.make_request(f"r{i}", self.tokens(num_tokens)) for i in range(DECODE_REQUESTS)
         ]
@@ -164,5 +174,10 @@ WORKLOADS: dict[str, Callable[[Side, int], Workload]] = {
     "admit 100%": lambda side, n: Admit(side, n, num_hit_tokens=PROMPT_TOKENS),
     "evict": lambda side, n: Admit(side, n, evicting=True),
     "decode": Decode,
+    "hybrid admit 0%": lambda side, n: Admit(side, n, hybrid=True),
+    "hybrid admit 50%": lambda side, n: Admit(
+        side, n, num_hit_tokens=PROMPT_TOKENS // 2, hybrid=True
+    ),
+    "hybrid decode": lambda side, n: Decode(side, n, hybrid=True),
     "hash": Hash,
 }
