@@ -45,7 +45,7 @@ class KVCacheBlock:
         self.pending_view: PoolView | None = None
         self.pending_step = 0
         # Set while the block is free but other views must not take it yet; the pool's
-        # ``several`` if more than one view holds it back.
+        # ``holds.several`` if more than one view holds it back.
         self.held_by: PoolView | None = None
         self.held_step = 0
         # By view, the steps that the block waits for: when several views hold it back, and

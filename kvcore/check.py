@@ -89,18 +89,22 @@ def _check_pool(pool: BlockPool, free_ids: list[int]) -> Iterable[str]:
         if block.held_by is not None:
             held[id(block.held_by)] += 1
             if block.block_id not in free or (
-                block.held_by not in pool.views and block.held_by is not pool.several
+                block.held_by not in pool.views and block.held_by is not pool.holds.several
             ):
                 yield f"{name}: held back, but not free or for a view that is closed"
-        if block.holds is not None and block.block_id in free and block.held_by is not pool.several:
+        if (
+            block.holds is not None
+            and block.block_id in free
+            and block.held_by is not pool.holds.several
+        ):
             yield f"{name}: is free, and remembers who held it back before"
     num_kept = sum(b.holds is not None and b.block_id not in free for b in pool.blocks)
-    if pool.num_holds_kept != num_kept:
-        yield f"pool: counts {pool.num_holds_kept} kept holds, holds {num_kept}"
+    if pool.holds.num_kept != num_kept:
+        yield f"pool: counts {pool.holds.num_kept} kept holds, holds {num_kept}"
     num_cached = sum(pool.blocks[block_id].block_hash is not None for block_id in free)
     if pool.num_cached_blocks != num_cached:
         yield f"pool: counts {pool.num_cached_blocks} cached free blocks, holds {num_cached}"
-    for view in (*pool.views, pool.several):
+    for view in (*pool.views, pool.holds.several):
         if view.num_held_blocks != held[id(view)]:
             yield f"view: counts {view.num_held_blocks} held blocks, holds {held[id(view)]}"
     if pool.num_held_blocks != held.total():

@@ -23,7 +23,7 @@ from kvcore.errors import (
     ResourceExhausted,
 )
 from kvcore.events import BlockStored, Event
-from kvcore.feed import Entry
+from kvcore.feed import Entry, events_of
 from kvcore.hashing import make_scheme
 from kvcore.holders import BlockHolder, block_holders, largest, session_holds
 from kvcore.listing import RequestInfo, SessionInfo, list_requests, list_sessions
@@ -386,11 +386,11 @@ class Depot:
 
     def take_feed(self) -> list[Entry]:
         """Content that everybody can read now, or no longer, since the last call."""
-        return self.pool.take_feed()
+        return self.pool.truth_feed.take()
 
     def take_truth_events(self) -> list[Event]:
         """As take_feed, an event a block."""
-        return self.pool.take_truth_events()
+        return list(events_of(self.take_feed()))
 
     def snapshot(self) -> list[BlockStored]:
         """All readable content, a block each, a parent before its children."""
@@ -409,7 +409,7 @@ class Depot:
             while at is not None and at in ready and at not in emitted:
                 emitted.add(at)
                 block = ready[at]
-                event = self.pool.stored_event(block, at[1])
+                event = self.pool.partial.stored_event(block, at[1])
                 assert event is not None
                 chain.append(event)
                 parent = event.parent_block_hash

@@ -382,7 +382,7 @@ class KVCacheManager:
 
     def take_events(self) -> list[Event]:
         """vLLM's event feed since the last call."""
-        return self.block_pool.take_events()
+        return self.block_pool.vllm_feed.take()
 
     def take_new_block_ids(self) -> list[int]:
         """Ids of the blocks this session took since the last call, for zeroing."""

@@ -60,6 +60,14 @@ class PrefixIndex:
         entry = self.entries.get(block_hash)
         return entry is block or (isinstance(entry, dict) and block.block_id in entry)
 
+    def is_ready_elsewhere(self, block_hash: bytes, block: KVCacheBlock) -> bool:
+        """Whether a copy other than ``block`` is readable for everybody."""
+        entry = self.entries.get(block_hash)
+        if entry is None or entry is block:
+            return False  # the usual case, for which no iterator is made
+        copies = self.copies(block_hash)
+        return any(copy is not block and copy.pending_view is None for copy in copies)
+
 
 def visible_blocks(
     block_hash: bytes, indexes: Sequence[PrefixIndex], view: PoolView

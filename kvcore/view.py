@@ -102,7 +102,7 @@ class PoolView:
             block.block_id: block
             for _, held in self._held
             for block in held
-            if block.held_by is self or block.held_by is self.pool.several
+            if block.held_by is self or block.held_by is self.pool.holds.several
         }
         return list(blocks.values())
 
@@ -131,7 +131,7 @@ class PoolView:
                     if block.held_step <= completed:
                         block.held_by = None
                         num_released += 1
-                elif block.held_by is self.pool.several:
-                    self.pool.end_hold(block)
+                elif block.held_by is self.pool.holds.several:
+                    self.pool.holds.end(block)
         self.num_held_blocks -= num_released
         self.pool.num_held_blocks -= num_released

@@ -353,7 +353,7 @@ def test_uniform_groups_are_managed_as_one_layer() -> None:
 def cache_partial(manager: KVCacheManager, request: Request, num_tokens: int) -> bytes | None:
     """Of the first group, with blocks of 8 over hashes of 4."""
     table = manager.coordinator.managers[0].req_to_blocks[request.request_id]
-    return manager.block_pool.cache_partial_block(
+    return manager.block_pool.partial.cache_partial_block(
         request,
         table[num_tokens // 8],
         num_tokens,

@@ -162,7 +162,7 @@ class KvcoreBackend:
     def cache_partial_block(
         self, request: Request, block: KVCacheBlock, num_tokens: int, group: int
     ) -> str | None:
-        block_hash = self.manager.block_pool.cache_partial_block(
+        block_hash = self.manager.block_pool.partial.cache_partial_block(
             request,
             block,
             num_tokens,

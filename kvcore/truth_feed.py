@@ -1,0 +1,104 @@
+"""The truth feed: content as it becomes readable for everybody, and as its last readable
+copy goes. What its entries are is in feed.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvcore.block import KVCacheBlock
+from kvcore.events import AllBlocksCleared
+from kvcore.feed import RUN_BLOCKS_MAX, Entry, RemovedBlocks, StoredBlocks, StoredRun
+from kvcore.request import Request
+from kvcore.spec import KVCacheConfig
+
+
+class TruthFeed:
+    """What happened to a pool's content since the feed was last taken.
+
+    ``medium`` is where the feed says that the content is.
+    """
+
+    __slots__ = ("_config", "_entries", "_medium")
+
+    def __init__(self, config: KVCacheConfig, medium: str) -> None:
+        self._config = config
+        self._medium = medium
+        self._entries: list[Entry] = []
+
+    def take(self) -> list[Entry]:
+        """The entries since the last call."""
+        if not self._entries:
+            return []
+        entries, self._entries = self._entries, []
+        return entries
+
+    def keep_content(
+        self,
+        request: Request,
+        blocks: Sequence[KVCacheBlock],
+        positions: Sequence[int],
+        *,
+        block_size: int,
+        group: int,
+        hash_ratio: int,
+    ) -> None:
+        """Remember what to say of ``blocks``, which stand at ``positions`` of a table."""
+        start, num_blocks = 0, len(blocks)
+        while start < num_blocks:
+            first = positions[start]
+            stop = min(start + RUN_BLOCKS_MAX, num_blocks)
+            while positions[stop - 1] - first != stop - 1 - start:
+                stop -= 1  # a run has no gaps
+            run = self.run(
+                request,
+                range(first, first + stop - start),
+                block_size=block_size,
+                group=group,
+                hash_ratio=hash_ratio,
+            )
+            for position, block in enumerate(blocks[start:stop]):
+                block.content = run
+                block.content_position = position
+            start = stop
+
+    def run(
+        self, request: Request, span: range, *, block_size: int, group: int, hash_ratio: int = 1
+    ) -> StoredRun:
+        """What to say of the blocks at ``span`` of the request's table."""
+        hashes = request.block_hashes
+        first, stop = span.start, span.stop
+        spec = self._config.groups[group].spec
+        return StoredRun(
+            parent_hash=hashes[first * hash_ratio - 1] if first else None,
+            hashes=hashes[(first + 1) * hash_ratio - 1 : stop * hash_ratio : hash_ratio],
+            tokens=request.token_bytes(first * block_size, stop * block_size),
+            block_size=block_size,
+            extra_keys=(
+                [request.extra_keys_of(position, block_size) for position in span]
+                if request.has_extra_keys
+                else None
+            ),
+            lora_id=request.lora_id,
+            lora_name=request.extra.lora_name,
+            group=group,
+            spec_kind=spec.kind,
+            sliding_window=spec.event_window,
+            medium=self._medium,
+        )
+
+    def stored(self, run: StoredRun, start: int = 0, stop: int = 1) -> None:
+        """Blocks ``start`` to ``stop`` of a run became readable for everybody."""
+        self._entries.append(StoredBlocks(run, start, stop))
+
+    def removed(self, block_hash: bytes, group: int, reason: str) -> None:
+        """The last readable copy went."""
+        last = self._entries[-1] if self._entries else None
+        if isinstance(last, RemovedBlocks) and last.group == group and last.reason == reason:
+            last.hashes.append(block_hash)
+        else:
+            self._entries.append(RemovedBlocks([block_hash], group, self._medium, reason))
+
+    def cleared(self, generation: int) -> None:
+        """All content went."""
+        self._entries.append(AllBlocksCleared(generation))
