@@ -12,6 +12,7 @@ from typing import NamedTuple
 from kvcore.block import FreeKVCacheBlockQueue, KVCacheBlock
 from kvcore.errors import InvalidArgument
 from kvcore.events import MEDIUM, BlockRemoved
+from kvcore.feed import StoredBlocks
 from kvcore.hashing import ExtraKeys
 from kvcore.holds import Holds
 from kvcore.partial_block import PartialHashes
@@ -284,17 +285,17 @@ class BlockPool:
                     position = block.content_position
                     if content is not run or position != stop:
                         if run is not None:
-                            self.truth_feed.stored(run, start, stop)
+                            self.truth_feed.entries.append(StoredBlocks(run, start, stop))
                         run, start = content, position
                     stop = position + 1
             if aliases_by_id and block.block_id in aliases_by_id:
                 if run is not None:
-                    self.truth_feed.stored(run, start, stop)
+                    self.truth_feed.entries.append(StoredBlocks(run, start, stop))
                     run = None
                 self.partial.confirm_aliases(block)
             block.pending_view = None
         if run is not None:
-            self.truth_feed.stored(run, start, stop)
+            self.truth_feed.entries.append(StoredBlocks(run, start, stop))
 
     def forget(self, block: KVCacheBlock) -> None:
         """Make a block no hit any more; whoever references it keeps it."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kvcore.block import KVCacheBlock
 from kvcore.errors import InvalidArgument
 from kvcore.events import MEDIUM, BlockRemoved, BlockStored
-from kvcore.feed import StoredRun
+from kvcore.feed import StoredBlocks, StoredRun
 from kvcore.request import Request
 from kvcore.view import PoolView
 
@@ -135,7 +135,7 @@ class PartialHashes:
         """Tell the truth feed that content can be read, unless it could already."""
         index = self._pool.indexes[block.group]
         if content is not None and not index.is_ready_elsewhere(block_hash, block):
-            self._pool.truth_feed.stored(content)
+            self._pool.truth_feed.entries.append(StoredBlocks(content, 0, 1))
 
 
 def _partial_hash(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from kvcore.block import KVCacheBlock
 from kvcore.events import AllBlocksCleared
-from kvcore.feed import RUN_BLOCKS_MAX, Entry, RemovedBlocks, StoredBlocks, StoredRun
+from kvcore.feed import RUN_BLOCKS_MAX, Entry, RemovedBlocks, StoredRun
 from kvcore.request import Request
 from kvcore.spec import KVCacheConfig
 
@@ -19,18 +19,19 @@ class TruthFeed:
     ``medium`` is where the feed says that the content is.
     """
 
-    __slots__ = ("_config", "_entries", "_medium")
+    __slots__ = ("_config", "_medium", "entries")
 
     def __init__(self, config: KVCacheConfig, medium: str) -> None:
         self._config = config
         self._medium = medium
-        self._entries: list[Entry] = []
+        # Public for the pool, which confirms blocks in a loop.
+        self.entries: list[Entry] = []
 
     def take(self) -> list[Entry]:
         """The entries since the last call."""
-        if not self._entries:
+        if not self.entries:
             return []
-        entries, self._entries = self._entries, []
+        entries, self.entries = self.entries, []
         return entries
 
     def keep_content(
@@ -87,18 +88,14 @@ class TruthFeed:
             medium=self._medium,
         )
 
-    def stored(self, run: StoredRun, start: int = 0, stop: int = 1) -> None:
-        """Blocks ``start`` to ``stop`` of a run became readable for everybody."""
-        self._entries.append(StoredBlocks(run, start, stop))
-
     def removed(self, block_hash: bytes, group: int, reason: str) -> None:
         """The last readable copy went."""
-        last = self._entries[-1] if self._entries else None
+        last = self.entries[-1] if self.entries else None
         if isinstance(last, RemovedBlocks) and last.group == group and last.reason == reason:
             last.hashes.append(block_hash)
         else:
-            self._entries.append(RemovedBlocks([block_hash], group, self._medium, reason))
+            self.entries.append(RemovedBlocks([block_hash], group, self._medium, reason))
 
     def cleared(self, generation: int) -> None:
         """All content went."""
-        self._entries.append(AllBlocksCleared(generation))
+        self.entries.append(AllBlocksCleared(generation))
