@@ -4,6 +4,8 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.13 python3.12 python3.10; 
 	    >/dev/null 2>&1 && { echo $$p; break; }; done)
 # How many random sequences `make oracle` compares.
 SEEDS ?= 3000
+# Test files at a time. Much of a test is waiting for a process.
+JOBS ?= 2
 
 # How long `make soak` lasts.
 SOAK_SECONDS ?= 1800
@@ -44,7 +46,7 @@ demo: .venv/.installed
 	@$(BIN)/kvdepot demo
 
 test: check $(ORACLE)/.ready
-	$(BIN)/python -m pytest -m 'not slow and not gpu'
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m 'not slow and not gpu'
 
 test-slow: .venv/.installed $(ORACLE)/.ready
 	$(BIN)/python -m pytest -m 'slow and not gpu'
