@@ -13,6 +13,8 @@ from dataclasses import MISSING, fields
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+import yaml
+
 from kvcore.errors import KVDepotError
 from kvcore.spec import (
     ChunkedLocalAttentionSpec,
@@ -49,6 +51,16 @@ KINDS: dict[str, type[KVCacheSpec]] = {
 """The kinds of attention by name; ``uniform`` is one more."""
 
 UNIFORM = "uniform"
+
+
+def groups_of(value: Any) -> tuple[KVCacheGroup, ...]:
+    """Groups from a file's list, or from YAML in a flag or variable."""
+    if isinstance(value, str):
+        try:
+            value = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ValueError(f"is no YAML: {error}") from None
+    return parse_groups(value)
 
 
 def parse_groups(value: Any) -> tuple[KVCacheGroup, ...]:

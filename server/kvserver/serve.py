@@ -20,12 +20,13 @@ from kvcore.errors import KVDepotError, ResourceExhausted
 from kvcore.memory import PoolMemory, remove_abandoned
 from kvcore.spec import DepotConfig, why_never_hit
 from kvserver import admin, cache, event, headroom, health, reflect, sockets, transfer
-from kvserver.config import ConfigError, ServerConfig, parse, split_address
+from kvserver.config import ConfigError, ServerConfig, split_address
 from kvserver.deadlines import Clock
 from kvserver.metrics import DepotCollector, MetricsServer
 from kvserver.node import Node, SessionPolicy
 from kvserver.publisher import Publisher
 from kvserver.rpc import Rpcs, register
+from kvserver.sources import parse
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvserver import headroom
-from kvserver.config import ConfigError, is_loopback, parse, split_address
+from kvserver.config import ConfigError, is_loopback, split_address
+from kvserver.sources import parse
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ from kvcore.spec import (
     TQFullAttentionSpec,
     UniformTypeKVCacheSpecs,
 )
-from kvserver.config import ConfigError, parse
+from kvserver.config import ConfigError
+from kvserver.sources import parse
 
 HEADS = "block_size: 4, num_kv_heads: 2, head_size: 64"
 

@@ -10,7 +10,8 @@ import grpc
 import pytest
 
 from kvdepot.v1 import cache_pb2, event_pb2, transfer_pb2
-from kvserver.config import ConfigError, parse
+from kvserver.config import ConfigError
+from kvserver.sources import parse
 from serving import Scheduler, Serve, Served, refused, tokens
 
 PROMPT = tokens(*range(1, 11))

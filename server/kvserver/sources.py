@@ -1,0 +1,168 @@
+"""Where options come from.
+
+Flags win over ``KVDEPOT_*`` environment variables, those over the YAML file
+(``--config FILE`` or ``KVDEPOT_CONFIG``), that over the defaults. An option has one name in
+three spellings: ``--num-blocks``, ``KVDEPOT_NUM_BLOCKS``, ``num_blocks:``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from kvcore.errors import KVDepotError
+from kvserver import environment
+from kvserver.config import ConfigError, ServerConfig, is_loopback, split_address
+from kvserver.spelling import did_you_mean
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, without the usage."""
+        raise ConfigError(f"{message}; see `kvdepot serve --help`")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="kvdepot serve",
+        usage="%(prog)s [OPTION]...",
+        description="Serve a KV-cache pool.",
+        epilog="Each option is also an environment variable, and a key of the YAML file: "
+        f"--num-blocks is {environment.PREFIX}NUM_BLOCKS and `num-blocks:`; what takes no value as "
+        "a flag takes true or false there. Flags win over variables, variables over the file.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--config",
+        default=argparse.SUPPRESS,
+        help=f"YAML file of options (or {environment.PREFIX}CONFIG)",
+        metavar="FILE",
+    )
+    for option in fields(ServerConfig):
+        flag, text = flag_of(option.name), option.metadata["help"]
+        if option.default is False:
+            parser.add_argument(
+                flag, action="store_const", const=True, default=argparse.SUPPRESS, help=text
+            )
+            continue
+        if option.default not in (None, "") and "default" not in text:
+            text += f" (default {option.default})"
+        parser.add_argument(
+            flag,
+            default=argparse.SUPPRESS,
+            help=text.replace("%", "%%"),
+            metavar=option.metadata["metavar"],
+        )
+    return parser
+
+
+def flag_of(name: str) -> str:
+    """The flag of the option ``name``."""
+    return "--" + name.replace("_", "-")
+
+
+def load(flags: Mapping[str, Any], environ: Mapping[str, str]) -> ServerConfig:
+    """The configuration from parsed flags (by option name), environment and file.
+
+    Variables that are misspelt, or Kubernetes' own, are told in the log.
+    """
+    options = {option.name: option for option in fields(ServerConfig)}
+    path = flags.get("config") or environ.get(environment.PREFIX + "CONFIG")
+    variables = environment.read(environ, options)
+    given: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    if path:
+        given.update(_read_file(str(path), options))
+        sources.update({name: f"{path}: {name}" for name in given})
+    for name, option in options.items():
+        if name in flags and flags[name] is not None:
+            value, sources[name] = flags[name], flag_of(name)
+        elif name in variables:
+            value, sources[name] = variables[name], environment.variable_of(name)
+        else:
+            continue
+        given[name] = _parsed(option, value, sources[name])
+    config = ServerConfig(**given)
+    _check(config, sources)
+    return config
+
+
+def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> ServerConfig:
+    """The configuration from a command line (without the program's name).
+
+    ``--help`` exits; an unknown flag or an unusable value raises ConfigError.
+    """
+    flags, unknown = _parser().parse_known_args(argv)
+    if unknown:
+        word = unknown[0].partition("=")[0]
+        known = [flag_of(option.name) for option in fields(ServerConfig)] + ["--config"]
+        hint = did_you_mean(word, known)
+        raise ConfigError(f"{word} is no option{hint or '; see `kvdepot serve --help`'}")
+    return load(vars(flags), os.environ if environ is None else environ)
+
+
+def _parsed(option: Field[Any], value: Any, source: str) -> Any:
+    try:
+        return option.metadata["parse"](value)
+    except ValueError as error:
+        text = str(error)  # may begin with a path within the option
+        raise ConfigError(source + ("" if text.startswith("[") else ": ") + text) from None
+
+
+def _read_file(path: str, options: Mapping[str, Field[Any]]) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config: cannot read {path}: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config: {path} must hold a mapping of options")
+    given = {}
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if name not in options:
+            hint = did_you_mean(name, options)
+            raise ConfigError(f"--config: {path}: unknown option {key!r}{hint}")
+        if value is not None:
+            given[name] = _parsed(options[name], value, f"{path}: {key}")
+    return given
+
+
+def _check(config: ServerConfig, sources: Mapping[str, str]) -> None:
+    """What only several options together can break; ``sources`` is where each was given."""
+    sizes = ("num_blocks", "capacity_tokens", "memory_bytes")
+    given = [sources[name] for name in sizes if getattr(config, name) is not None]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} exclude each other: give one")
+    host, _ = split_address(config.listen, option=sources.get("listen", "--listen"))
+    for name, bound in (("listen", host), ("metrics_host", config.metrics_host or host)):
+        if not is_loopback(bound) and not config.insecure_bind:
+            raise ConfigError(
+                f"{sources.get(name, flag_of(name))}: {bound} is not loopback; the server is not "
+                "encrypted, so that needs --insecure-bind"
+            )
+    if config.lease_ttl_seconds > config.lease_ttl_seconds_max:
+        ttl, most = (
+            sources.get(name, flag_of(name))
+            for name in ("lease_ttl_seconds", "lease_ttl_seconds_max")
+        )
+        raise ConfigError(
+            f"{ttl} {config.lease_ttl_seconds:g} is more than {most} "
+            f"{config.lease_ttl_seconds_max:g}"
+        )
+    config.kv_cache_groups()  # whose errors say where
+    try:
+        config.depot_config()
+    except ConfigError as error:
+        cause = error.__cause__
+        name = cause.field if isinstance(cause, KVDepotError) else ""
+        if name in config.__slots__ and name != "num_blocks":
+            source = sources.get(name, flag_of(name))
+        else:  # of its size
+            source = (*given, sources.get("block_size", "--capacity-tokens"))[0]
+        raise ConfigError(f"{source}: {error}") from error
