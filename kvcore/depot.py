@@ -9,10 +9,9 @@ from __future__ import annotations
 import secrets
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from kvcore.admission import admit
-from kvcore.block import KVCacheBlock
 from kvcore.block_pool import BlockPool
 from kvcore.check import check
 from kvcore.content import find_request, write_tokens
@@ -44,7 +43,9 @@ from kvcore.reset import ResetMode, ResetResult, Resets, ResetScope
 from kvcore.residency import ResidencySampler
 from kvcore.session import DetachedBlocks, Session
 from kvcore.single_type import manager_class_for
+from kvcore.snapshot import locate, snapshot
 from kvcore.spec import DepotConfig
+from kvcore.stats import DepotStats, add_lookups, depot_stats
 from kvcore.step import apply_step
 
 NAME_BYTES_MAX = 1024
@@ -54,32 +55,6 @@ def check_name(name: str) -> None:
     """InvalidArgument if the name of a session or a worker is too long to be shown."""
     if len(name.encode()) > NAME_BYTES_MAX:
         raise InvalidArgument(f"a name has at most {NAME_BYTES_MAX} bytes", field="name")
-
-
-@dataclass(frozen=True, slots=True)
-class DepotStats:
-    """Where the pool stands. Token counts are since the start."""
-
-    num_blocks: int
-    live: int
-    cached: int
-    quarantined: int
-    free: int
-    usage: float
-    num_sessions: int
-    num_requests: int
-    # Over, and held by workers that were attached under them.
-    num_departed_sessions: int
-    # Attached under open and departed sessions.
-    num_workers: int
-    prefix_cache_queries: int
-    prefix_cache_hits: int
-    preempted_queries: int
-    preempted_hits: int
-    evictions: int
-    refusals: int
-    generation: int
-    reset_pending: bool
 
 
 class Depot:
@@ -112,7 +87,7 @@ class Depot:
         self.last_handle = 0
         self._last_ticket = 0
         # Lookups of sessions that are closed: queries, hits, and both of preempted ones.
-        self._past_lookups = [0, 0, 0, 0]
+        self.past_lookups = [0, 0, 0, 0]
 
     # --- sessions ---------------------------------------------------------------------
 
@@ -189,7 +164,7 @@ class Depot:
             self.departed[session.session_id] = session
         else:
             self.pool.close_view(view)
-        self._past_lookups = self._lookups(session, self._past_lookups)
+        self.past_lookups = add_lookups(session, self.past_lookups)
         self.resets.settle()
         return num_requests
 
@@ -394,67 +369,15 @@ class Depot:
 
     def snapshot(self) -> list[BlockStored]:
         """All readable content, a block each, a parent before its children."""
-        ready: dict[tuple[int, bytes], KVCacheBlock] = {}
-        for group, index in enumerate(self.pool.indexes):
-            for block_hash in index.entries:
-                for block in index.copies(block_hash):
-                    if block.pending_view is None and block.content is not None:
-                        ready[group, block_hash] = block
-                        break
-        events: list[BlockStored] = []
-        emitted: set[tuple[int, bytes]] = set()
-        for key in ready:
-            chain: list[BlockStored] = []
-            at: tuple[int, bytes] | None = key
-            while at is not None and at in ready and at not in emitted:
-                emitted.add(at)
-                block = ready[at]
-                event = self.pool.partial.stored_event(block, at[1])
-                assert event is not None
-                chain.append(event)
-                parent = event.parent_block_hash
-                at = None if parent is None else (block.group, parent)
-            events.extend(reversed(chain))
-        return events
+        return snapshot(self.pool)
 
     def locate(self, block_hash: bytes, group: int) -> tuple[str, int]:
         """ "ready", "pending" or "missing", and the block id (0 if missing)."""
-        pending = 0
-        for block in self.pool.indexes[group].copies(block_hash):
-            if block.pending_view is None:
-                return "ready", block.block_id
-            pending = block.block_id
-        return ("pending", pending) if pending else ("missing", 0)
+        return locate(self.pool, block_hash, group)
 
     def stats(self) -> DepotStats:
         """Costs time per session, and per block held back."""
-        states = self.pool.states()
-        lookups = self._past_lookups
-        for session in self.sessions.values():
-            lookups = self._lookups(session, lookups)
-        return DepotStats(
-            num_blocks=len(self.pool.blocks),
-            live=states.live,
-            cached=states.cached,
-            quarantined=states.quarantined,
-            free=states.free,
-            usage=self.pool.usage,
-            num_sessions=len(self.sessions),
-            num_requests=sum(len(session.requests) for session in self.sessions.values()),
-            num_departed_sessions=len(self.departed),
-            num_workers=sum(
-                session.num_workers
-                for session in (*self.sessions.values(), *self.departed.values())
-            ),
-            prefix_cache_queries=lookups[0],
-            prefix_cache_hits=lookups[1],
-            preempted_queries=lookups[2],
-            preempted_hits=lookups[3],
-            evictions=self.pool.num_evictions,
-            refusals=self.num_refusals,
-            generation=self.generation,
-            reset_pending=self.resets.drain is not None,
-        )
+        return depot_stats(self)
 
     def list_sessions(self) -> list[SessionInfo]:
         """Every session, open ones first, oldest first. Costs time per request."""
@@ -473,11 +396,3 @@ class Depot:
     def audit(self) -> list[str]:
         """Every invariant that is broken. Costs time per block."""
         return check(self)
-
-    # --- inside -----------------------------------------------------------------------
-
-    @staticmethod
-    def _lookups(session: Session, before: list[int]) -> list[int]:
-        stats = session.manager.prefix_cache_stats
-        counts = (stats.queries, stats.hits, stats.preempted_queries, stats.preempted_hits)
-        return [past + count for past, count in zip(before, counts, strict=True)]

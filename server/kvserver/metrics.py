@@ -22,9 +22,9 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from kvcore.depot import DepotStats
 from kvcore.residency import Eviction
 from kvcore.spec import why_never_hit
+from kvcore.stats import DepotStats
 from kvserver.node import Node
 from kvserver.rpc import DURATION_BOUNDS_SECONDS, Rpcs
 
