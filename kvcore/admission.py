@@ -20,6 +20,11 @@ _OK, _RUNNING = Outcome.OK, RequestStatus.RUNNING
 def admit(
     depot: Depot, session: Session, request: Request, slots: SlotRequest, budget: int | None
 ) -> SlotResult:
+    """Slots for ``request``; see SlotRequest. ``budget``: tokens left to schedule, None: any.
+
+    What does not fit, a changed hit, no budget and a pending reset are outcomes, and
+    allocate nothing. InvalidArgument for counts that contradict what the request holds.
+    """
     manager = session.manager
     running = session.holds_blocks(request)
     held_slots = session.num_slots(request) if running else 0

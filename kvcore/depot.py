@@ -23,7 +23,7 @@ from kvcore.errors import (
 )
 from kvcore.events import BlockStored, Event
 from kvcore.feed import Entry, events_of
-from kvcore.hashing import make_scheme
+from kvcore.hashing import SCHEMES, make_scheme
 from kvcore.holders import BlockHolder, block_holders, largest, session_holds
 from kvcore.listing import RequestInfo, SessionInfo, list_requests, list_sessions
 from kvcore.manager import KVCacheManager
@@ -64,7 +64,8 @@ class Depot:
         try:
             self.scheme = make_scheme(config.hash_scheme, config.hash_seed)
         except ValueError as error:
-            raise InvalidArgument(str(error), field="hash_scheme") from None
+            field = "hash_seed" if config.hash_scheme in SCHEMES else "hash_scheme"
+            raise InvalidArgument(str(error), field=field) from None
         for group in config.kv_cache.groups:
             manager_class_for(group.manager_spec)  # or refuse it here
         self.config = config

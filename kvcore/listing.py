@@ -93,7 +93,11 @@ def list_requests(
             num_tokens=request.num_tokens,
             num_prompt_tokens=request.num_prompt_tokens,
             num_computed_tokens=request.num_computed_tokens,
-            num_blocks=sum(map(len, session.manager.coordinator.get_blocks(request.request_id))),
+            num_blocks=sum(
+                not block.is_null
+                for table in session.manager.coordinator.get_blocks(request.request_id)
+                for block in table
+            ),
             num_preemptions=request.num_preemptions,
             lora_name=request.extra.lora_name,
             outlived_reset=request.outlived_reset,

@@ -2,7 +2,9 @@
 
 A coarse group's block can be named at any finer hash boundary inside it. Such a name
 is the block's only hash until the block is full, or an alias beside it. Semantics of
-the partial entries in vLLM 0.25.1's v1/core/block_pool.py.
+the partial entries in vLLM 0.25.1's v1/core/block_pool.py. Nothing here makes such
+names by itself, as nothing in vLLM's v1/core does: ``cache_partial_block`` is for
+connectors that cache parts of blocks.
 """
 
 from __future__ import annotations

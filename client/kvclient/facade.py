@@ -7,8 +7,8 @@ come from this side. A vLLM 0.25.1 Scheduler takes it as its ``kv_cache_manager`
 CacheLost passes through: make a new one over the reopened session, and admit the
 requests again.
 
-Not here: events come from the server's stream, so ``take_events`` has none; there is no
-``coordinator`` with only what a Scheduler without connectors reads.
+Not here: events come from the server's stream, so ``take_events`` has none;
+``coordinator`` has only what a Scheduler without connectors reads.
 """
 
 from __future__ import annotations

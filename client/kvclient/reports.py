@@ -18,7 +18,10 @@ class SessionState(IntEnum):
 
 
 class RequestState(IntEnum):
-    """Where a request stands; only RUNNING ones hold blocks."""
+    """Where a request stands.
+
+    A WAITING one holds blocks only while its external tokens are on their way.
+    """
 
     WAITING = 1
     RUNNING = 2
@@ -75,8 +78,8 @@ class AuditReport:
 class SessionInfo:
     """A session, as operators see it.
 
-    ``age_seconds`` is since it was opened, of a departed one since it ended;
-    ``num_blocks`` are entries of its block tables and tickets.
+    ``age_seconds`` is since it was opened; ``num_blocks`` are in its block tables and
+    tickets, once for each.
     """
 
     session_id: str

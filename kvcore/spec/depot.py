@@ -11,7 +11,7 @@ from typing import Any
 
 from kvcore.errors import InvalidArgument
 from kvcore.hashing import DEFAULT_SCHEME
-from kvcore.spec.base import KVCacheSpec, RequestLimits, cdiv, require_positive
+from kvcore.spec.base import KVCacheSpec, require_positive
 from kvcore.spec.mamba import MambaSpec
 from kvcore.spec.pool import KVCacheConfig, KVCacheGroup
 from kvcore.spec.window import ChunkedLocalAttentionSpec, SlidingWindowSpec
@@ -113,24 +113,6 @@ class DepotConfig:
         if self.use_eagle and not flagged:
             flagged = list(range(len(self.kv_cache.groups)))
         return frozenset(flagged)
-
-    def limits(self, max_num_encoder_input_tokens: int = 0) -> RequestLimits:
-        """How large one request may be."""
-        return RequestLimits(
-            max_model_len=self.max_model_len,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            max_num_encoder_input_tokens=max_num_encoder_input_tokens,
-            dcp_world_size=self.dcp_world_size,
-            pcp_world_size=self.pcp_world_size,
-        )
-
-    def max_blocks_per_request(self, max_num_encoder_input_tokens: int = 0) -> int:
-        """The most blocks that one request can need, over all groups."""
-        limits = self.limits(max_num_encoder_input_tokens)
-        return sum(
-            cdiv(group.spec.max_memory_usage_bytes(limits), group.spec.page_size_bytes)
-            for group in self.kv_cache.groups
-        )
 
     # --- checks -----------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from kvserver.presets import MODELS
 
 _DEFAULT_CAPACITY_TOKENS = 65_536
 _DEFAULT_MODEL = "tiny"
+_DEFAULT_BLOCK_SIZE = 16
 
 
 class ConfigError(ValueError):
@@ -68,7 +69,12 @@ class ServerConfig:
     dtype: str | None = option(
         None, choice(*DTYPE_BYTES), "dtype, instead of the preset's", one_of(*DTYPE_BYTES)
     )
-    block_size: int = option(16, integer(1, 65536), "tokens a block of a preset", "TOKENS")
+    block_size: int | None = option(
+        None,
+        integer(1, 65536),
+        f"tokens a block of a preset (default {_DEFAULT_BLOCK_SIZE})",
+        "TOKENS",
+    )
     num_blocks: int | None = option(
         None, integer(2, _INT32_MAX), "size of the pool in blocks, the null block among them", "N"
     )
@@ -131,6 +137,9 @@ class ServerConfig:
     max_sessions: int = option(1024, integer(1, 1 << 20), "sessions that are open at a time", "N")
     max_requests_per_session: int = option(
         65_536, integer(1, 1 << 24), "requests that a session has at a time", "N"
+    )
+    max_request_tokens: int = option(
+        1 << 22, integer(1, 1 << 30), "tokens that one request holds", "TOKENS"
     )
     max_tokens_per_session: int = option(
         1 << 26, integer(1, 1 << 40), "tokens of all requests of a session together", "TOKENS"
@@ -201,8 +210,10 @@ class ServerConfig:
         names = ("num_layers", "num_kv_heads", "head_size", "dtype")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if self.groups is not None:
+            given |= {} if self.block_size is None else {"block_size": self.block_size}
             if given:
-                raise ConfigError(f"{' and '.join(given)} cannot override groups: change them")
+                flags = " and ".join("--" + name.replace("_", "-") for name in given)
+                raise ConfigError(f"{flags} cannot override groups: change them")
             return self.groups
         name = _DEFAULT_MODEL if self.model is None else self.model
         shape = MODELS.get(name)
@@ -211,7 +222,7 @@ class ServerConfig:
                 f"--model: must be one of {', '.join(MODELS)}, or come with --groups; got {name!r}"
             )
         try:
-            return replace(shape, **given).groups(self.block_size)  # type: ignore[type-var]
+            return replace(shape, **given).groups(self.block_size or _DEFAULT_BLOCK_SIZE)  # type: ignore[type-var]
         except KVDepotError as error:
             raise ConfigError(f"--model {name}: {error.field}: {error.message}") from error
 
@@ -241,6 +252,7 @@ class ServerConfig:
                 residency_sample_rate=self.residency_sample_rate,
                 max_sessions=self.max_sessions,
                 max_requests_per_session=self.max_requests_per_session,
+                max_request_tokens=self.max_request_tokens,
                 max_tokens_per_session=self.max_tokens_per_session,
                 max_workers_per_session=self.max_workers_per_session,
                 max_num_batched_tokens=self.max_num_batched_tokens,  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
@@ -25,6 +26,8 @@ from kvserver.replies import ReplyWindow
 from kvserver.worker import Worker
 
 # Of sessions that ended lately, so that late calls are told what happened.
+logger = logging.getLogger(__name__)
+
 _CLOSED_KEPT = 1024
 _EXPIRED_KEPT = 65_536
 
@@ -201,6 +204,12 @@ class Node:
         self.depot.detach_worker(worker.session)
 
     def _end_quarantine(self, session: Session) -> None:
+        logger.warning(
+            "session %s: workers %s are still attached after %g s; its blocks are free now",
+            session.session_id,
+            sorted(worker.name for worker in self._workers.get(session.session_id, ())),
+            self.policy.quarantine_seconds,
+        )
         self.depot.end_quarantine(session)
 
     # --- operations -------------------------------------------------------------------

@@ -26,7 +26,7 @@ from kvserver.metrics import DepotCollector, MetricsServer
 from kvserver.node import Node, SessionPolicy
 from kvserver.publisher import Publisher
 from kvserver.rpc import Rpcs, register
-from kvserver.sources import parse
+from kvserver.sources import flag_of, parse
 
 logger = logging.getLogger(__name__)
 
@@ -275,7 +275,9 @@ def main(config: ServerConfig) -> int:
     try:
         uvloop.run(_serve(config))
     except KVDepotError as error:
-        raise ConfigError(error.message) from error
+        is_option = error.field in ServerConfig.__slots__
+        where = f"{flag_of(error.field)}: " if is_option else ""
+        raise ConfigError(where + error.message) from error
     return 0
 
 

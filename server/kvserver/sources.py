@@ -133,6 +133,10 @@ def _read_file(path: str, options: Mapping[str, Field[Any]]) -> dict[str, Any]:
     return given
 
 
+# What the core calls otherwise than the options do.
+_OPTION_OF = {"enable_caching": "no_prefix_caching", "layer_names": "groups"}
+
+
 def _check(config: ServerConfig, sources: Mapping[str, str]) -> None:
     """What only several options together can break; ``sources`` is where each was given."""
     sizes = ("num_blocks", "capacity_tokens", "memory_bytes")
@@ -161,6 +165,9 @@ def _check(config: ServerConfig, sources: Mapping[str, str]) -> None:
     except ConfigError as error:
         cause = error.__cause__
         name = cause.field if isinstance(cause, KVDepotError) else ""
+        name = _OPTION_OF.get(name, name)
+        if config.groups is not None and name == "block_size":
+            name = "groups"
         if name in config.__slots__ and name != "num_blocks":
             source = sources.get(name, flag_of(name))
         else:  # of its size

@@ -14,7 +14,7 @@ from kvserver.sources import parse
 @pytest.mark.parametrize(
     ("flag", "env", "file", "expected"),
     [
-        pytest.param(None, None, None, 16, id="default"),
+        pytest.param(None, None, None, None, id="default"),
         pytest.param(None, None, "8", 8, id="file"),
         pytest.param(None, "32", "8", 32, id="environment over file"),
         pytest.param("64", "32", "8", 64, id="flag over environment"),
@@ -24,7 +24,7 @@ from kvserver.sources import parse
     ],
 )
 def test_precedence(
-    tmp_path: Path, flag: str | None, env: str | None, file: str | None, expected: int
+    tmp_path: Path, flag: str | None, env: str | None, file: str | None, expected: int | None
 ) -> None:
     argv = [] if flag is None else ["--block-size", flag]
     environ = {} if env is None else {"KVDEPOT_BLOCK_SIZE": env}

@@ -134,6 +134,37 @@ def test_what_counts_encoder_tokens_needs_caching_off(tmp_path: Path) -> None:
     assert group.spec == CrossAttentionSpec(4, 2, 64)
 
 
+@pytest.mark.parametrize(
+    ("groups", "argv", "message"),
+    [
+        pytest.param(
+            f"[{{kind: cross_attention, layer_names: [a], {HEADS}}}]",
+            [],
+            "^--no-prefix-caching: .* disable caching",
+            id="needs another option",
+        ),
+        pytest.param(
+            f"[{{kind: full_attention, layer_names: [a], {HEADS}}},"
+            f" {{kind: full_attention, layer_names: [a], {HEADS}}}]",
+            [],
+            "^--groups: a layer stands in two groups",
+            id="of all groups together",
+        ),
+        pytest.param(
+            f"[{{kind: full_attention, layer_names: [a], {HEADS}}}]",
+            ["--block-size", "8", "--num-kv-heads", "4"],
+            "--num-kv-heads and --block-size cannot override groups",
+            id="a preset's options",
+        ),
+    ],
+)
+def test_an_error_names_the_option_that_mends_it(
+    groups: str, argv: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(["--groups", groups, *argv], {})
+
+
 FULL = f"{{kind: full_attention, layer_names: [a], {HEADS}}}"
 WINDOW = f"kind: sliding_window, layer_names: [b], {HEADS}"
 
@@ -243,7 +274,7 @@ WINDOW = f"kind: sliding_window, layer_names: [b], {HEADS}"
             "dcp_world_size: context parallelism needs a single KV cache group",
             id="context parallelism",
         ),
-        pytest.param(f"[{FULL}]\nhead-size: 4", "head_size cannot override groups", id="override"),
+        pytest.param(f"[{FULL}]\nhead-size: 4", "--head-size cannot override groups", id="override"),
     ],
 )
 def test_refused(tmp_path: Path, groups: str, message: str) -> None:

@@ -37,6 +37,8 @@ def reset(
     as_json: bool,
 ) -> None:
     """Empty the prefix cache, as after an update of the weights."""
+    if timeout_s is not None and mode != "drain":
+        raise click.UsageError("--timeout-s is for --mode drain")
     with (
         Client(target) as client,
         client.open_session("kvdepot reset", lease_ttl_s=_LEASE_S) as session,
