@@ -274,7 +274,9 @@ WINDOW = f"kind: sliding_window, layer_names: [b], {HEADS}"
             "dcp_world_size: context parallelism needs a single KV cache group",
             id="context parallelism",
         ),
-        pytest.param(f"[{FULL}]\nhead-size: 4", "--head-size cannot override groups", id="override"),
+        pytest.param(
+            f"[{FULL}]\nhead-size: 4", "--head-size cannot override groups", id="override"
+        ),
     ],
 )
 def test_refused(tmp_path: Path, groups: str, message: str) -> None:
