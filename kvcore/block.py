@@ -58,6 +58,12 @@ class KVCacheBlock:
         self.prev_free: KVCacheBlock | None = None
         self.next_free: KVCacheBlock | None = None
 
+    def is_awaited_beside(self, view: PoolView) -> bool:
+        """Whether a step of another view, not completed yet, may still use the block."""
+        return self.holds is not None and any(
+            other is not view and step > other.completed_step for other, step in self.holds.items()
+        )
+
     def __repr__(self) -> str:
         return f"KVCacheBlock({self.block_id}, ref_cnt={self.ref_cnt})"
 

@@ -157,10 +157,11 @@ def _truncate(session: Session, request: Request, num_tokens: int) -> None:
             )
         table = manager.req_to_blocks.get(request.request_id, [])
         for block in table[num_tokens // manager.block_size :]:
-            if block.block_hash is not None and block.ref_cnt > 1:
+            if block.ref_cnt > 1 or block.is_awaited_beside(session.view):
                 raise FailedPrecondition(
                     f"tokens from {num_tokens} on lie in block {block.block_id}, which "
-                    "another request shares; free the request and introduce it again",
+                    "another request shares or still reads; free the request and introduce it "
+                    "again",
                     reason="SHARED_BLOCK",
                     field="content.token_offset",
                 )

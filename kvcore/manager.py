@@ -114,7 +114,7 @@ class KVCacheManager:
             (
                 manager.block_size
                 for manager in self.coordinator.managers
-                if manager.group in config.eagle_group_ids
+                if manager.drops_eagle_block and manager.group in config.eagle_group_ids
             ),
             default=0,
         )
@@ -306,7 +306,7 @@ class KVCacheManager:
                 return False
             num_slots = max_model_len
         num_to_cache = 0
-        if self.enable_caching:
+        if self.enable_caching and not request.outlived_reset:
             num_to_cache = end if end < request.num_tokens else request.num_tokens
         for manager in self.coordinator.managers:
             if not manager.is_settled(

@@ -206,10 +206,13 @@ class Session:
     def confirm(self, request: Request, num_tokens: int) -> None:
         """The bytes of the request's first ``num_tokens`` tokens are written."""
         before = request.num_confirmed_tokens
+        # What lies behind the last boundary of all groups was not registered before.
+        boundary = self.config.scheduler_block_size
+        start = before // boundary * boundary
         for manager in self.manager.coordinator.managers:
             table = manager.req_to_blocks.get(request.request_id, ())
             size = manager.block_size
-            written = table[before // size : num_tokens // size]
+            written = table[start // size : num_tokens // size]
             self.manager.block_pool.confirm(
                 [block for block in written if block.pending_view is not None]
             )

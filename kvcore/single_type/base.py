@@ -240,11 +240,13 @@ class SingleTypeKVCacheManager(ABC):
     def has_released(
         self, request_id: str, num_computed_tokens: int, num_prompt_tokens: int | None
     ) -> bool:
-        """Whether the attention of the next token looks at a block that is gone."""
+        """Whether the request cannot go on from ``num_computed_tokens``.
+
+        What the next token looks at, or a place that would be written, is gone then.
+        """
         first = max(0, self.get_num_skipped_tokens(num_computed_tokens)) // self.block_size
         table = self.req_to_blocks.get(request_id, ())
-        stop = cdiv(num_computed_tokens, self.block_size)
-        return any(block.is_null for block in table[first:stop])
+        return any(block.is_null for block in table[first:])
 
     def _remove_range(self, request_id: str, first: int, stop: int) -> None:
         """Free the blocks at ``first`` to ``stop``, from the last on to one gone already."""
@@ -283,7 +285,7 @@ class SingleTypeKVCacheManager(ABC):
         self.num_cached_blocks[request_id] = num_full
         step = self.view.step
         registered = self.registered.get(request_id)
-        if registered is None or registered[0] != step:
+        if registered is None or registered[0] != step or registered[1] > num_cached:
             self.registered[request_id] = (step, num_cached)
 
     def reachable_block_mask(

@@ -101,10 +101,8 @@ class RSWAManager(FullAttentionManager):
             return False
         first, stop = self._gap(num_computed_tokens, num_prompt_tokens)
         table = self.req_to_blocks.get(request_id, ())
-        looked_at = cdiv(num_computed_tokens, self.block_size)
         return any(
-            block.is_null and not first <= position < stop
-            for position, block in enumerate(table[:looked_at])
+            block.is_null and not first <= position < stop for position, block in enumerate(table)
         )
 
     def _gap(self, num_computed_tokens: int, num_prompt_tokens: int) -> tuple[int, int]:

@@ -102,7 +102,7 @@ class Deadlines:
     def _arm(self, at: float | None = None) -> None:
         """Have the timer fire for the earliest entry, or at ``at``."""
         if at is None:
-            if not self._heap:
+            if not self._heap or (self._excused and self._timer is not None):
                 return
             at = self._heap[0][0]
         if self._timer is not None:

@@ -18,7 +18,7 @@ import grpc
 import pytest
 
 from dashboard import QUERIES, ROOT
-from kvdepot.v1 import cache_pb2, cache_pb2_grpc, types_pb2
+from kvdepot.v1 import cache_pb2, cache_pb2_grpc, transfer_pb2, transfer_pb2_grpc, types_pb2
 from programs import Program, debian_program, running
 
 pytestmark = pytest.mark.slow
@@ -90,12 +90,52 @@ def _cause_error(channel: grpc.Channel) -> None:
         stub.Free(cache_pb2.FreeRequest(context=context, request_id="r"), timeout=5)
 
 
+@contextlib.contextmanager
+def _lingering(channel: grpc.Channel) -> Iterator[None]:
+    """A session that is over while its worker writes, and a reset that waits for a request."""
+    cache = cache_pb2_grpc.KVCacheServiceStub(channel)
+    departed, holder = (cache.OpenSession(cache_pb2.OpenSessionRequest()) for _ in range(2))
+    worker = transfer_pb2_grpc.KVTransferServiceStub(channel).AttachWorker(
+        transfer_pb2.AttachWorkerRequest(session_id=departed.session_id, epoch=departed.epoch)
+    )
+    next(worker)
+    _close(cache, departed.session_id)
+    context = types_pb2.CallContext(session_id=holder.session_id)
+    content = cache_pb2.RequestContent(
+        tokens=bytes(64), extra_keys=types_pb2.ExtraKeys(lora_name="lingering")
+    )
+    slots = cache_pb2.SlotRequest(request_id="r", content=content, lookup=True)
+    cache.AllocateSlots(cache_pb2.AllocateSlotsRequest(context=context, slots=slots))
+    cache.ResetPrefixCache(
+        cache_pb2.ResetPrefixCacheRequest(
+            context=context,
+            mode=cache_pb2.RESET_MODE_DRAIN,
+            scope=cache_pb2.ResetScope(lora_name="lingering"),
+        )
+    )
+    try:
+        yield
+    finally:
+        worker.cancel()
+
+
+def _end_session(channel: grpc.Channel) -> None:
+    cache = cache_pb2_grpc.KVCacheServiceStub(channel)
+    _close(cache, cache.OpenSession(cache_pb2.OpenSessionRequest()).session_id)
+
+
+def _close(cache: Any, session_id: str) -> None:
+    context = types_pb2.CallContext(session_id=session_id)
+    cache.CloseSession(cache_pb2.CloseSessionRequest(context=context))
+
+
 def test_every_query_of_the_dashboard_is_answered_under_load(stack: Stack) -> None:
     pending = {query.name: query for query in QUERIES}
     deadline = time.monotonic() + EVALUATE_FOR_SECONDS
-    with grpc.insecure_channel(stack.grpc_target) as channel:
+    with grpc.insecure_channel(stack.grpc_target) as channel, _lingering(channel):
         while pending and time.monotonic() < deadline:
             _cause_error(channel)
+            _end_session(channel)
             for query in list(pending.values()):
                 samples = stack.query(query.promql(rate_interval="10s"))
                 values = [float(sample["value"][1]) for sample in samples]

@@ -358,7 +358,9 @@ class Model:
         request = session.requests.get(call.request_id)
         if request is not None:
             if call.HasField("content"):
-                self._write(request, call.content.token_offset, tokens_of(call.content.tokens))
+                self._write(
+                    session, request, call.content.token_offset, tokens_of(call.content.tokens)
+                )
             self._confirm(session, request, call.num_computed_tokens)
         agree("known", _reply(answer).known, request is not None)
 
@@ -491,7 +493,7 @@ class Model:
                 common = min(len(tokens), len(request.tokens))
                 if tokens[:common] != request.tokens[:common]:
                     raise Refusal(EXISTS)
-            self._write(request, content.token_offset, tokens)
+            self._write(session, request, content.token_offset, tokens)
             return request
         if content is None or content.token_offset:
             raise Refusal(NOT_FOUND)
@@ -503,7 +505,7 @@ class Model:
         session.requests[call.request_id] = request
         return request
 
-    def _write(self, request: Request, offset: int, tokens: list[int]) -> None:
+    def _write(self, session: Session, request: Request, offset: int, tokens: list[int]) -> None:
         held = request.tokens
         if offset > len(held):
             raise Refusal(INVALID)
@@ -513,7 +515,7 @@ class Model:
         if kept < len(held):
             first = kept // self.block_size
             gone = request.table[first:]
-            if any(block.key is not None and block.refs > 1 for block in gone):
+            if any(block.refs > 1 or block.keepers.keys() - {session} for block in gone):
                 raise Refusal(PRECONDITION)
             for block in gone:
                 self._forget(block)
@@ -840,7 +842,7 @@ class _StepJudge:
             return "NO_BUDGET", 0
         try:
             if written[1]:
-                model._write(request, *written)
+                model._write(self.session, request, *written)
         except Refusal:
             return "INVALID", 0
         if (
