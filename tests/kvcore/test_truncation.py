@@ -1,0 +1,74 @@
+"""Cutting a request's tokens off: never over what others may read, never into what is gone."""
+
+from __future__ import annotations
+
+import pytest
+
+from building import content, full, groups_config, make_depot, mamba, token_bytes, window
+from kvcore.check import check
+from kvcore.depot import Depot
+from kvcore.errors import FailedPrecondition
+from kvcore.operation import Content, FreeMode, SlotRequest
+from kvcore.reset import ResetMode
+from kvcore.session import Session
+from kvcore.spec import KVCacheSpec
+
+
+def admit(depot: Depot, session: Session, request_id: str, num_tokens: int = 21) -> None:
+    slots = SlotRequest(request_id, content(range(num_tokens)), lookup=True)
+    assert depot.allocate_slots(session, slots).new_blocks
+
+
+def cut(depot: Depot, session: Session, num_tokens: int) -> None:
+    """Other tokens from ``num_tokens`` on."""
+    changed = Content(token_offset=num_tokens, tokens=token_bytes(range(500, 504)))
+    depot.cache_blocks(session, "r", changed, 0)
+
+
+@pytest.mark.parametrize("how", ["hashed", "reset", "evicted"])
+def test_not_over_a_block_that_another_request_shares(how: str) -> None:
+    depot = make_depot(20)
+    one, two = depot.open_session("one"), depot.open_session("two")
+    admit(depot, one, "r")
+    depot.cache_blocks(one, "r", None, 21)
+    admit(depot, two, "q")
+    if how == "reset":
+        depot.reset_prefix_cache(ResetMode.FORCE)
+    elif how == "evicted":
+        depot.evict_blocks([3, 4, 5])
+    with pytest.raises(FailedPrecondition) as caught:
+        cut(depot, one, 8)
+    assert caught.value.reason == "SHARED_BLOCK"
+    assert one.requests["r"].num_tokens == 21
+    assert check(depot) == []
+
+
+def test_not_over_a_block_that_a_step_of_another_still_reads() -> None:
+    depot = make_depot(20)
+    one, two = depot.open_session("one"), depot.open_session("two")
+    admit(depot, one, "r")
+    depot.cache_blocks(one, "r", None, 21)
+    two.begin(1, 0)
+    admit(depot, two, "q")
+    depot.free(two, "q", FreeMode.FINISH, did_not_run=False)
+    with pytest.raises(FailedPrecondition, match="still reads"):
+        cut(depot, one, 8)
+    two.begin(2, 1)
+    cut(depot, one, 8)
+    assert one.requests["r"].num_tokens == 12
+    assert check(depot) == []
+
+
+@pytest.mark.parametrize(
+    "spec", [pytest.param(window(6), id="window"), pytest.param(mamba("align"), id="states")]
+)
+def test_not_into_places_that_are_gone(spec: KVCacheSpec) -> None:
+    depot = Depot(groups_config(40, full(), spec, max_model_len=256))
+    session = depot.open_session("")
+    admit(depot, session, "r", 20)
+    grown = SlotRequest("r", content([7], 20), num_computed_tokens=20, num_new_tokens=1)
+    assert depot.allocate_slots(session, grown).outcome.name == "OK"
+    with pytest.raises(FailedPrecondition) as caught:
+        cut(depot, session, 0)
+    assert caught.value.reason == "WINDOW_RELEASED"
+    assert check(depot) == []
