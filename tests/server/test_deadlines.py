@@ -87,6 +87,8 @@ def test_renewals_that_wait_for_a_stalled_process_count(clock: ManualClock) -> N
     clock.stall(60.0)
     clock.advance(0.1)  # the timer fires, a minute late
     assert passed == []
+    deadlines.set("opened meanwhile", 50.0, partial(passed.append, "opened meanwhile"))
+    clock.advance(0.0)  # which does not end the wait
     deadlines.renew("renews")
     clock.advance(1.0)
     assert passed == ["silent"]
