@@ -168,13 +168,15 @@ class Session:
     def forget_unwritten(self, request: Request) -> None:
         """The request did not run: what its last allocation registered holds no bytes.
 
-        So do blocks of other requests of this session that build on it.
+        Nor do blocks of this session that build on it, whether their requests are over or
+        not.
         """
         if self.names_steps and request.registered_step != self.view.step:
             return
         pool = self.manager.block_pool
         managers = self.manager.coordinator.managers
         unwritten: set[int] = set()
+        lost: set[bytes] = set()
         for manager in managers:
             step, first = manager.registered.get(request.request_id, (-1, 0))
             if step != request.registered_step:
@@ -184,6 +186,7 @@ class Session:
             for block in manager.req_to_blocks.get(request.request_id, ())[first:]:
                 if block.block_hash is not None:
                     unwritten.add(block.block_id)
+                    lost.add(block.block_hash)
                     pool.forget(block)
         for other in self.requests if unwritten else ():
             # A window may have passed the block already, so one group speaks for all.
@@ -201,7 +204,18 @@ class Session:
                     table = manager.req_to_blocks.get(other, ())
                     for block in table[tainted // manager.block_size :]:
                         if block.pending_view is self.view:
+                            assert block.block_hash is not None
+                            lost.add(block.block_hash)
                             pool.forget(block)
+        num_lost = 0
+        while num_lost < len(lost):
+            num_lost = len(lost)
+            for block in self.view.pending_blocks():
+                run = block.content
+                if run is not None and run.parent_of(block.content_position) in lost:
+                    assert block.block_hash is not None
+                    lost.add(block.block_hash)
+                    pool.forget(block)
 
     def confirm(self, request: Request, num_tokens: int) -> None:
         """The bytes of the request's first ``num_tokens`` tokens are written."""

@@ -66,6 +66,12 @@ class PoolView:
             block.pending_step = self.step
         self._pending.append((self.step, blocks))
 
+    def pending_blocks(self) -> list[KVCacheBlock]:
+        """Those that this view registered and whose bytes are not known to be written."""
+        return [
+            block for _, blocks in self._pending for block in blocks if block.pending_view is self
+        ]
+
     def hold(self, blocks: list[KVCacheBlock]) -> None:
         """Blocks freed now, which a step that has not completed may still use."""
         for block in blocks:

@@ -738,14 +738,27 @@ class Model:
         if request.registered_in == request.allocated_in:
             last = request.table[max(request.registered_from, request.confirmed) :]
         unwritten = [block for block in last if block.key is not None]
+        lost = {block.key for block in unwritten}
         for block in unwritten:
             self._forget(block)
         for other in session.requests.values():
             behind = False
             for block in other.table:
                 if behind and block.writer is session:
+                    lost.add(block.key)
                     self._forget(block)
                 behind = behind or block in unwritten
+        # Also of requests that are over.
+        found = True
+        while found:
+            found = False
+            for block in self.blocks.values():
+                if block.key is not None and block.writer is session:
+                    salt, tokens = block.key
+                    if (salt, tokens[: -self.block_size]) in lost:
+                        lost.add(block.key)
+                        self._forget(block)
+                        found = True
 
     def _release(self, session: Session, blocks: list[Block]) -> None:
         for block in blocks:

@@ -1,4 +1,4 @@
-"""Cutting a request's tokens off: never over what others may read, never into what is gone."""
+"""What was not computed after all: tokens cut off, and requests that did not run."""
 
 from __future__ import annotations
 
@@ -71,4 +71,20 @@ def test_not_into_places_that_are_gone(spec: KVCacheSpec) -> None:
     with pytest.raises(FailedPrecondition) as caught:
         cut(depot, session, 0)
     assert caught.value.reason == "WINDOW_RELEASED"
+    assert check(depot) == []
+
+
+@pytest.mark.parametrize("mode", [FreeMode.FINISH, FreeMode.DETACH, FreeMode.PREEMPT])
+def test_what_builds_on_a_request_that_did_not_run_is_no_hit(mode: FreeMode) -> None:
+    depot = make_depot(40)
+    session, other = depot.open_session(""), depot.open_session("other")
+    session.begin(1, 0)
+    admit(depot, session, "r")
+    admit(depot, session, "behind it", 30)
+    depot.free(session, "behind it", mode, did_not_run=False)
+    depot.free(session, "r", FreeMode.PREEMPT, did_not_run=True)
+    session.begin(2, 1)
+    assert depot.snapshot() == []
+    hit = depot.get_computed_blocks(other, "q", content(range(30)))
+    assert hit.num_computed_tokens == 0
     assert check(depot) == []
