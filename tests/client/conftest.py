@@ -51,7 +51,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
         directory = tmp_path_factory.mktemp("server")
         flags: dict[str, Any] = {
             "listen": "127.0.0.1:0",
-            "block_size": BLOCK_SIZE,
+            **({} if "groups" in options else {"block_size": BLOCK_SIZE}),
             "num_blocks": NUM_BLOCKS,
             "mapping_dir": directory,
         }

@@ -232,7 +232,7 @@ def serving(directory: Path) -> Iterator[Serve]:
         defaults: dict[str, Any] = {
             "listen": "127.0.0.1:0",
             "no_metrics": True,
-            "block_size": BLOCK_SIZE,
+            **({} if options.get("groups") is not None else {"block_size": BLOCK_SIZE}),
             "num_blocks": 33,
             "mapping_dir": str(directory),
             "drain_grace_s": 0.0,
