@@ -46,14 +46,12 @@ class BlockPool:
         self,
         config: KVCacheConfig,
         *,
-        enable_caching: bool = True,
         enable_kv_cache_events: bool = False,
         publish_events: bool = False,
         medium: str = MEDIUM,
         residency: ResidencySampler | None = None,
     ) -> None:
         self.config = config
-        self.enable_caching = enable_caching
         self.enable_kv_cache_events = enable_kv_cache_events
         self.publish_events = publish_events
         self.residency = residency

@@ -75,7 +75,6 @@ class Depot:
         self.residency = ResidencySampler(rate) if rate > 0 else None
         self.pool = BlockPool(
             config.kv_cache,
-            enable_caching=config.enable_caching,
             publish_events=config.publish_events,
             medium=config.medium,
             residency=self.residency,

@@ -103,7 +103,6 @@ class KVCacheManager:
         if pool is None:
             pool = BlockPool(
                 config.kv_cache,
-                enable_caching=config.enable_caching,
                 enable_kv_cache_events=enable_kv_cache_events,
             )
         self.config = config

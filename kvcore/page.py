@@ -21,8 +21,8 @@ from kvcore.spec import (
     SlidingWindowMLASpec,
     TQFullAttentionSpec,
 )
+from kvcore.spec.base import SCALE_BYTES, nvfp4_head_bytes
 
-_SCALE_BYTES = 4  # float32
 _NVFP4_GROUP = 16  # elements that share a scale
 
 
@@ -106,14 +106,14 @@ def _heads(spec: AttentionSpec) -> Iterator[PagePart]:
         token = widths[0] if apart else sum(widths)  # elements from a head to the next
         second = size * heads * widths[0] if apart else widths[0]
         for side, name in enumerate(("k_scale", "v_scale")):
-            offset = (second * side + widths[side]) * itemsize - _SCALE_BYTES
-            if offset % _SCALE_BYTES or token * itemsize % _SCALE_BYTES:
+            offset = (second * side + widths[side]) * itemsize - SCALE_BYTES
+            if offset % SCALE_BYTES or token * itemsize % SCALE_BYTES:
                 raise InvalidArgument(
-                    f"a scale of {_SCALE_BYTES} bytes cannot follow a head of "
-                    f"{head_sizes[side]} elements: take a multiple of {2 * _SCALE_BYTES}",
+                    f"a scale of {SCALE_BYTES} bytes cannot follow a head of "
+                    f"{head_sizes[side]} elements: take a multiple of {2 * SCALE_BYTES}",
                     field="head_size",
                 )
-            stride = token * itemsize // _SCALE_BYTES
+            stride = token * itemsize // SCALE_BYTES
             yield PagePart(name, "float32", (size, heads), (heads * stride, stride), offset)
     elif spec.kv_quant_mode == "nvfp4" and apart:
         data, scales = head_sizes[0] // 2, head_sizes[0] // _NVFP4_GROUP
@@ -127,9 +127,9 @@ def _heads(spec: AttentionSpec) -> Iterator[PagePart]:
 def _width(spec: AttentionSpec, head_size: int) -> int:
     """Elements that one head of K or V takes of a token, its scales included."""
     if spec.kv_quant_mode == "nvfp4":
-        return head_size // 2 + head_size // _NVFP4_GROUP
+        return nvfp4_head_bytes(head_size)
     if spec.kv_quant_mode == "int4_per_token_head":
         head_size //= 2
     if spec.is_per_token_head:
-        return head_size + _SCALE_BYTES // DTYPE_BYTES[spec.dtype]
+        return head_size + SCALE_BYTES // DTYPE_BYTES[spec.dtype]
     return head_size

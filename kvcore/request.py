@@ -5,9 +5,9 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import Any
 
+from kvcore.hashing import TOKEN_BYTES as TOKEN_BYTES
 from kvcore.hashing import ExtraKeys, HashChain
 
-TOKEN_BYTES = 4
 NO_EXTRA_KEYS = ExtraKeys()
 
 

@@ -25,9 +25,9 @@ from kvserver.publisher import Publisher
 from kvserver.replies import ReplyWindow
 from kvserver.worker import Worker
 
-# Of sessions that ended lately, so that late calls are told what happened.
 logger = logging.getLogger(__name__)
 
+# Of sessions that ended lately, so that late calls are told what happened.
 _CLOSED_KEPT = 1024
 _EXPIRED_KEPT = 65_536
 

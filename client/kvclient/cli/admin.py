@@ -6,10 +6,9 @@ from dataclasses import asdict
 
 import click
 from rich.console import Console
-from rich.progress import SpinnerColumn, TextColumn
 from rich.table import Table
 
-from kvclient.cli.options import json_option, print_json, progress, server_option
+from kvclient.cli.options import json_option, print_json, server_option, waiting
 from kvclient.client import Client
 from kvclient.reports import Stats
 
@@ -36,9 +35,7 @@ def audit(target: str, as_json: bool) -> None:
     Status 1 if one is broken.
     """
     # Of a large pool the check takes seconds, in which the server does nothing else.
-    waiting = progress(SpinnerColumn(), TextColumn("auditing"))
-    with Client(target, timeout_s=300) as client, waiting:
-        waiting.add_task("")
+    with Client(target, timeout_s=300) as client, waiting("auditing"):
         report = client.audit()
     if as_json:
         print_json(asdict(report))
