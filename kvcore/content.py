@@ -148,6 +148,13 @@ def _truncate(session: Session, request: Request, num_tokens: int) -> None:
     managers = session.manager.coordinator.managers
     num_computed = min(request.num_computed_tokens, num_tokens)
     for manager in managers:
+        if manager.has_absorbed(request.request_id, num_tokens):
+            raise FailedPrecondition(
+                f"the {manager.spec.kind} state holds tokens from {num_tokens} on already; cut at "
+                f"a multiple of {manager.block_size}, or free the request and introduce it again",
+                reason="STATE_ADVANCED",
+                field="content.token_offset",
+            )
         if manager.has_released(request.request_id, num_computed, request.num_prompt_tokens):
             raise FailedPrecondition(
                 f"what {manager.spec.kind} looks at from token {num_computed} on is released "

@@ -248,6 +248,10 @@ class SingleTypeKVCacheManager(ABC):
         table = self.req_to_blocks.get(request_id, ())
         return any(block.is_null for block in table[first:])
 
+    def has_absorbed(self, request_id: str, num_tokens: int) -> bool:
+        """Whether what the first ``num_tokens`` left may hold later tokens, not apart."""
+        return False
+
     def _remove_range(self, request_id: str, first: int, stop: int) -> None:
         """Free the blocks at ``first`` to ``stop``, from the last on to one gone already."""
         table = self.req_to_blocks.get(request_id)

@@ -142,6 +142,12 @@ class MambaManager(SingleTypeKVCacheManager):
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
         return num_computed_tokens - 1
 
+    def has_absorbed(self, request_id: str, num_tokens: int) -> bool:
+        """A state is of all tokens so far; only the one at a block's end is of no more."""
+        position, within = divmod(num_tokens, self.block_size)
+        table = self.req_to_blocks.get(request_id, ())
+        return within > 0 and position < len(table) and not table[position].is_null
+
     def remove_skipped_blocks(
         self, request_id: str, total_computed_tokens: int, num_prompt_tokens: int | None
     ) -> None:

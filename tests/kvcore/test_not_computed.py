@@ -74,6 +74,27 @@ def test_not_into_places_that_are_gone(spec: KVCacheSpec) -> None:
     assert check(depot) == []
 
 
+@pytest.mark.parametrize("mode", ["none", "all", "align"])
+def test_not_into_a_state_that_has_absorbed_what_is_cut(mode: str) -> None:
+    depot = Depot(groups_config(40, full(), mamba(mode), max_model_len=256))
+    session = depot.open_session("")
+    admit(depot, session, "r", 24)
+    with pytest.raises(FailedPrecondition) as caught:
+        cut(depot, session, 22)
+    assert caught.value.reason == "STATE_ADVANCED"
+    assert session.requests["r"].num_tokens == 24
+    assert check(depot) == []
+
+
+def test_a_state_at_a_blocks_end_can_be_gone_on_from() -> None:
+    depot = Depot(groups_config(40, full(), mamba("all"), max_model_len=256))
+    session = depot.open_session("")
+    admit(depot, session, "r", 24)
+    cut(depot, session, 16)
+    assert session.requests["r"].num_tokens == 20
+    assert check(depot) == []
+
+
 @pytest.mark.parametrize("mode", [FreeMode.FINISH, FreeMode.DETACH, FreeMode.PREEMPT])
 def test_what_builds_on_a_request_that_did_not_run_is_no_hit(mode: FreeMode) -> None:
     depot = make_depot(40)
