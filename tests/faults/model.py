@@ -689,8 +689,11 @@ class Model:
         if request.outlived_reset:
             return
         full = num_tokens // self.block_size
-        if full > request.registered and request.registered_in != session.step:
-            request.registered_in, request.registered_from = session.step, request.registered
+        if full > request.registered:
+            first = request.registered
+            if request.registered_in == session.step:  # cut off and grown again meanwhile
+                first = min(first, request.registered_from)
+            request.registered_in, request.registered_from = session.step, first
         for position in range(request.registered, full):
             block = request.table[position]
             assert block.key is None
