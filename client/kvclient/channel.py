@@ -27,7 +27,8 @@ _RETRY_POLICY = {
     "initialBackoff": "0.05s",
     "maxBackoff": "1s",
     "backoffMultiplier": 4,
-    "retryableStatusCodes": ["UNAVAILABLE"],
+    # A server that stops cancels what it has not begun.
+    "retryableStatusCodes": ["UNAVAILABLE", "CANCELLED"],
 }
 # Streams are not in it. A Step must keep its place in the stream, so there is an own loop
 # for those. And with grpc 1.85 and streams in it, killing and restarting the server left a

@@ -13,7 +13,7 @@ from kvclient import calls, convert
 from kvclient.attachment import Attachment
 from kvclient.calls import Call, Opening
 from kvclient.channel import BACKOFFS_S, MAX_MESSAGE_BYTES, TIMEOUT_S, Stubs, channel_options
-from kvclient.errors import Unavailable, from_rpc_error
+from kvclient.errors import Unavailable, from_rpc_error, unanswered
 from kvclient.events import EventBatch
 from kvclient.keeper import LeaseKeeper
 from kvclient.reports import AuditReport, RequestPage, SessionInfo, Stats
@@ -196,4 +196,4 @@ class Client:
         try:
             return method(call.request, timeout=self.timeout_s if timeout_s is None else timeout_s)
         except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+            raise unanswered(error, closed=self._stubs.closed) from None

@@ -179,6 +179,21 @@ def from_rpc_error(error: grpc.RpcError) -> KVDepotError:
     return typed
 
 
+def unanswered(error: grpc.RpcError, *, closed: bool) -> KVDepotError:
+    """As from_rpc_error, of a call that this side cancels only by closing (``closed``).
+
+    A server that stops cancels what it has not begun: that is Unavailable.
+    """
+    typed = from_rpc_error(error)
+    if isinstance(typed, Cancelled) and not closed:
+        return Unavailable(
+            f"the server cancelled the call: {typed.message}",
+            reason="CANCELLED_BY_SERVER",
+            retryable=True,
+        )
+    return typed
+
+
 def lost_by(error: KVDepotError) -> CacheLost | None:
     """The session's end, if that is what a call of it failed with."""
     if not error.answered or error.reason not in _LOST_REASONS:

@@ -18,7 +18,7 @@ from kvclient.errors import (
     FailedPrecondition,
     InternalError,
     Unavailable,
-    from_rpc_error,
+    unanswered,
 )
 from kvclient.values import Step, StepMark, StepResult
 
@@ -97,7 +97,8 @@ class StepStream:
                 raise DeadlineExceeded(
                     f"no answer within {timeout_s:g} s", reason="DEADLINE_EXCEEDED", retryable=True
                 ) from None
-            raise from_rpc_error(error) from None
+            closed = self._closed.is_set() or self._session.client._stubs.closed
+            raise unanswered(error, closed=closed) from None
         except BaseException:
             self._drop()
             raise

@@ -16,7 +16,7 @@ from kvclient.aio.keeper import LeaseKeeper
 from kvclient.aio.session import Session
 from kvclient.calls import Call, Opening
 from kvclient.channel import BACKOFFS_S, MAX_MESSAGE_BYTES, TIMEOUT_S, Stubs, channel_options
-from kvclient.errors import Unavailable, from_rpc_error
+from kvclient.errors import Unavailable, from_rpc_error, unanswered
 from kvclient.events import EventBatch
 from kvclient.reports import AuditReport, RequestPage, SessionInfo, Stats
 from kvclient.values import PoolDescription, PulledBlock
@@ -198,4 +198,4 @@ class Client:
         try:
             return await method(call.request, timeout=limit_s)
         except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+            raise unanswered(error, closed=self._stubs.closed) from None

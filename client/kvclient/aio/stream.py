@@ -17,7 +17,7 @@ from kvclient.errors import (
     FailedPrecondition,
     InternalError,
     Unavailable,
-    from_rpc_error,
+    unanswered,
 )
 from kvclient.values import Step, StepMark, StepResult
 
@@ -85,7 +85,8 @@ class StepStream:
             ) from None
         except grpc.RpcError as error:
             self._drop()
-            raise from_rpc_error(error) from None
+            closed = self._closed or self._session.client._stubs.closed
+            raise unanswered(error, closed=closed) from None
         except BaseException:
             self._drop()
             raise
