@@ -170,7 +170,7 @@ class ServerConfig:
         "under it remain",
         "SECONDS",
     )
-    worker_heartbeat_s: float = option(
+    worker_heartbeat_seconds: float = option(
         5.0, real(0.01, 3600), "time between the messages of AttachWorker", "SECONDS"
     )
     reset_deadline_seconds: float = option(
@@ -193,15 +193,15 @@ class ServerConfig:
     )
     event_history: int = option(65_536, integer(0, 1 << 24), "events kept for resuming", "N")
     event_queue: int = option(1024, integer(1, 1 << 20), "batches a subscriber may lag", "N")
-    event_heartbeat_s: float = option(
+    event_heartbeat_seconds: float = option(
         5.0, real(0.01, 3600), "idle time before a heartbeat", "SECONDS"
     )
     max_subscribers: int = option(1024, integer(0, 1 << 20), "event subscribers", "N")
     max_pulls: int = option(64, integer(1, 1 << 16), "PullBlocks at a time", "N")
-    pull_stall_s: float = option(
+    pull_stall_seconds: float = option(
         30.0, real(0.01, 3600), "how long a pull waits for a peer that reads nothing", "SECONDS"
     )
-    drain_grace_s: float = option(
+    drain_grace_seconds: float = option(
         10.0, real(0.0, 3600), "how long a stop waits for sessions", "SECONDS"
     )
 

@@ -67,7 +67,7 @@ class Server:
                 history_events=config.event_history,
                 queue_batches=config.event_queue,
                 subscribers_max=config.max_subscribers,
-                heartbeat_seconds=config.event_heartbeat_s,
+                heartbeat_seconds=config.event_heartbeat_seconds,
             ),
             SessionPolicy(
                 reply_window=config.reply_window,
@@ -75,7 +75,7 @@ class Server:
                 lease_ttl_seconds_max=config.lease_ttl_seconds_max,
                 quarantine_seconds=config.quarantine_seconds,
                 reset_deadline_seconds=config.reset_deadline_seconds,
-                worker_heartbeat_seconds=config.worker_heartbeat_s,
+                worker_heartbeat_seconds=config.worker_heartbeat_seconds,
             ),
             clock=clock,
         )
@@ -97,7 +97,7 @@ class Server:
             cache.SERVICE: self._cache.handlers(),
             event.SERVICE: event.EventService(node, rpcs).handlers(),
             transfer.SERVICE: transfer.TransferService(
-                node, rpcs, pulls_max=config.max_pulls, stall_seconds=config.pull_stall_s
+                node, rpcs, pulls_max=config.max_pulls, stall_seconds=config.pull_stall_seconds
             ).handlers(),
             admin.SERVICE: admin.AdminService(node, rpcs).handlers(),
         }
@@ -159,7 +159,7 @@ class Server:
         loop = asyncio.get_running_loop()
         self.node.drain()
         self._health.stop()
-        deadline = loop.time() + self.config.drain_grace_s
+        deadline = loop.time() + self.config.drain_grace_seconds
         while self.node.depot.sessions and loop.time() < deadline:
             if hurry is not None and hurry.is_set():
                 break
@@ -254,7 +254,7 @@ async def _serve(config: ServerConfig) -> None:
     if num_sessions := len(server.node.depot.sessions):
         logger.info(
             "stopping: %d open sessions get %g s to close; another signal skips that",
-            *(num_sessions, config.drain_grace_s),
+            *(num_sessions, config.drain_grace_seconds),
         )
     else:
         logger.info("stopping")

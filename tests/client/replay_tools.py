@@ -76,7 +76,7 @@ def server(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server, on a free port unless ``options`` name one; gives its process and target."""
     command = [sys.executable, "-m", "kvclient.cli", "serve", "--listen", "127.0.0.1:0"]
     with subprocess.Popen(
-        [*command, "--no-metrics", "--drain-grace-s", "0", *options],
+        [*command, "--no-metrics", "--drain-grace-seconds", "0", *options],
         stdout=subprocess.PIPE,
         text=True,
         env=environment(),

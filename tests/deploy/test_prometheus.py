@@ -67,7 +67,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     prometheus = debian_program("prometheus")
     home = tmp_path_factory.mktemp("prometheus")
     argv = [sys.executable, "-m", "kvserver", "--listen=127.0.0.1:0", "--metrics-port=0"]
-    argv += ["--capacity-tokens=60000", "--residency-sample-rate=1", "--drain-grace-s=0"]
+    argv += ["--capacity-tokens=60000", "--residency-sample-rate=1", "--drain-grace-seconds=0"]
     with contextlib.ExitStack() as programs:
         server = programs.enter_context(running(argv, home / "server.log"))
         ready = server.wait_for(r"kvdepot ready grpc=(\S+) .*metrics=(\S+) .*\n", timeout_s=60)

@@ -18,7 +18,7 @@ from processes import Processes, ServerProcess, assert_empty, wait_for
 LEASE_SECONDS = 1.0
 LINGER_SECONDS = 2.0
 SLACK_SECONDS = 1.0
-POOL = {"block_size": 16, "num_blocks": 400, "worker_heartbeat_s": 0.2}
+POOL = {"block_size": 16, "num_blocks": 400, "worker_heartbeat_seconds": 0.2}
 
 # The long versions, on a busy machine.
 pytestmark = pytest.mark.timeout(900)

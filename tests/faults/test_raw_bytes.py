@@ -50,7 +50,9 @@ def names_something(method: MethodDescriptor, raw: bytes) -> bool:
 @pytest.mark.parametrize("count", [100, pytest.param(3000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", METHODS)
 def test_noise_is_answered(serve: Serve, name: str, count: int) -> None:
-    served = serve(max_sessions=1 << 20, event_heartbeat_s=0.05, worker_heartbeat_s=0.05)
+    served = serve(
+        max_sessions=1 << 20, event_heartbeat_seconds=0.05, worker_heartbeat_seconds=0.05
+    )
     well = served.open("well-behaved")
     method = METHODS[name]
     chance = Random(f"{name} {count}")

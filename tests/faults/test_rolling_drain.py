@@ -83,7 +83,7 @@ class Scheduler(threading.Thread):
 def test_a_rolling_upgrade(processes: Processes, calls: int) -> None:
     """Each server is told to stop, ends by itself, and comes back; every call is answered."""
     servers = [
-        processes.serve(num_blocks=200, drain_grace_s=GRACE_SECONDS, mapping_dir=directory)
+        processes.serve(num_blocks=200, drain_grace_seconds=GRACE_SECONDS, mapping_dir=directory)
         for directory in two_directories(processes)
     ]
     clients = [Client(server.target) for server in servers]

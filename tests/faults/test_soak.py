@@ -30,7 +30,7 @@ GROWTH_MAX_SHARE = 0.03
 @pytest.mark.timeout(0)
 def test_soak(processes: Processes, record_property: Callable[[str, object], None]) -> None:
     server = processes.serve(
-        num_blocks=600, event_history=2048, lease_ttl_seconds=5, worker_heartbeat_s=0.5
+        num_blocks=600, event_history=2048, lease_ttl_seconds=5, worker_heartbeat_seconds=0.5
     )
     with Client(server.target) as client:
         loads = [processes.load("scheduler", server.target, seed, 5) for seed in range(2)]

@@ -235,7 +235,7 @@ def serving(directory: Path) -> Iterator[Serve]:
             **({} if options.get("groups") is not None else {"block_size": BLOCK_SIZE}),
             "num_blocks": 33,
             "mapping_dir": str(directory),
-            "drain_grace_s": 0.0,
+            "drain_grace_seconds": 0.0,
         }
         config = ServerConfig(**(defaults | options))
         server = loop.call(lambda: Server(config, clock=clock))

@@ -128,7 +128,7 @@ def test_help_says_what_to_write_and_what_wins(capsys: pytest.CaptureFixture[str
         parse(["--help"])
     assert caught.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
-    for words in ("--listen HOST:PORT", "--layout {block,layer}", "--drain-grace-s SECONDS"):
+    for words in ("--listen HOST:PORT", "--layout {block,layer}", "--drain-grace-seconds SECONDS"):
         assert words in text
     assert "VALUE" not in text
     assert "Flags win over variables, variables over the file" in text

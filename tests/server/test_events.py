@@ -172,7 +172,7 @@ def test_a_subscriber_that_does_not_read_is_cut_off(serve: Serve) -> None:
 
 
 def test_heartbeats_tell_that_all_is_well(serve: Serve) -> None:
-    served = serve(event_heartbeat_s=0.05)
+    served = serve(event_heartbeat_seconds=0.05)
     beat = next(follow(served))
     assert not beat.events
     assert (beat.first_sequence, beat.epoch) == (0, served.server.node.depot.epoch)

@@ -98,7 +98,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
 def test_a_day_of_the_process(start: Start, tmp_path: Path, number: signal.Signals) -> None:
-    process = start("--drain-grace-s", "20")
+    process = start("--drain-grace-seconds", "20")
     with grpc.insecure_channel(f"unix:{process.uds}") as channel:
         health = health_pb2_grpc.HealthStub(channel)
         watches = [health.Watch(health_pb2.HealthCheckRequest(), timeout=30) for _ in range(2)]
@@ -130,7 +130,7 @@ def test_a_day_of_the_process(start: Start, tmp_path: Path, number: signal.Signa
 @pytest.mark.parametrize("by", ["SIGTERM", "Drain"])
 def test_a_stop_tells_every_stream_why(start: Start, by: str) -> None:
     """Who stays beyond the grace is told that the server drains, and the process exits with 0."""
-    process = start("--drain-grace-s", "0.3")
+    process = start("--drain-grace-seconds", "0.3")
     with grpc.insecure_channel(process.target) as channel:
         scheduler = Scheduler(cache_pb2_grpc.KVCacheServiceStub(channel))
         requests: Queue[cache_pb2.StepRequest | None] = Queue()
@@ -167,7 +167,7 @@ def test_a_stop_tells_every_stream_why(start: Start, by: str) -> None:
 
 
 def test_the_grace_ends(start: Start) -> None:
-    process = start("--drain-grace-s", "0.2")
+    process = start("--drain-grace-seconds", "0.2")
     with grpc.insecure_channel(process.target) as channel:
         Scheduler(cache_pb2_grpc.KVCacheServiceStub(channel))
         process.popen.send_signal(signal.SIGTERM)
@@ -175,7 +175,7 @@ def test_the_grace_ends(start: Start) -> None:
 
 
 def test_a_second_signal_skips_the_grace(start: Start) -> None:
-    process = start("--drain-grace-s", "600")
+    process = start("--drain-grace-seconds", "600")
     with grpc.insecure_channel(process.target) as channel:
         Scheduler(cache_pb2_grpc.KVCacheServiceStub(channel))
         process.popen.send_signal(signal.SIGTERM)

@@ -169,7 +169,7 @@ def large_request(served: Served) -> transfer_pb2.PullBlocksRequest:
 
 
 def test_a_peer_that_reads_nothing_is_cut_off(serve: Serve) -> None:
-    served = serve(**LARGE, max_pulls=1, pull_stall_s=0.5)
+    served = serve(**LARGE, max_pulls=1, pull_stall_seconds=0.5)
     request = large_request(served)
     slow = served.transfer.PullBlocks(request, timeout=30)
     slow.initial_metadata()

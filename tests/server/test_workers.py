@@ -200,7 +200,7 @@ def test_a_departed_session_takes_no_worker(served: Served) -> None:
 
 
 def test_heartbeats(serve: Serve) -> None:
-    served = serve(worker_heartbeat_s=0.05)
+    served = serve(worker_heartbeat_seconds=0.05)
     scheduler = served.open()
     worker = attach(served, scheduler)
     began = time.monotonic()

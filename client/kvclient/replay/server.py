@@ -37,7 +37,7 @@ def own_server(options: Sequence[str]) -> Iterator[str]:
     }
     command = [sys.executable, "-m", "kvserver", "--listen", "127.0.0.1:0", "--no-metrics"]
     with subprocess.Popen(
-        [*command, "--drain-grace-s", "0", *options],
+        [*command, "--drain-grace-seconds", "0", *options],
         stdout=subprocess.PIPE,
         text=True,
         env=environment,
