@@ -75,7 +75,7 @@ class Depot:
         self.residency = ResidencySampler(rate) if rate > 0 else None
         self.pool = BlockPool(
             config.kv_cache,
-            publish_events=config.publish_events,
+            publish_events=True,
             medium=config.medium,
             residency=self.residency,
         )

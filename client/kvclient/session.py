@@ -54,6 +54,10 @@ class Session:
 
     The client renews the lease for as long as the session is open and referred to. Once
     it is lost every call raises CacheLost at once; ``reopen`` begins anew.
+
+    ``reply_window``: so many of its last replies does the server keep, so that a call whose
+    reply was lost is answered, not done, when it is sent again. Of large replies it keeps
+    fewer; FailedPrecondition, OP_SEQ_OUT_OF_WINDOW, then says that it was done, not how.
     """
 
     def __init__(

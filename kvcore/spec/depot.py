@@ -42,7 +42,6 @@ class DepotConfig:
     model: str = ""
     weights_revision: str = ""
     layout: str = "block"
-    publish_events: bool = True
     medium: str = "CPU"
     """Where the bytes are, as the truth feed has it."""
     residency_sample_rate: float = 0.0

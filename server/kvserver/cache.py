@@ -18,15 +18,13 @@ from kvserver.rpc import Context, Handler, RpcCounts, Rpcs
 
 SERVICE = pb.DESCRIPTOR.services_by_name["KVCacheService"].full_name
 
-# So that one message cannot keep the others waiting for long, and its reply can be sent.
-STEP_OPERATIONS_MAX = 1 << 16
-
 
 class CacheService:
     """Every method takes a request and answers a serialized reply, synchronously."""
 
-    def __init__(self, node: Node, rpcs: Rpcs) -> None:
+    def __init__(self, node: Node, rpcs: Rpcs, *, step_operations_max: int) -> None:
         self._node = node
+        self._step_operations_max = step_operations_max
         self._depot = node.depot
         self._epoch = node.depot.epoch
         self._rpcs = rpcs
@@ -162,9 +160,10 @@ class CacheService:
 
         def operate(session: Session) -> pb.StepResponse:
             num_operations = sum(run.count for run in request.runs)
-            if num_operations > STEP_OPERATIONS_MAX:
+            limit = self._step_operations_max
+            if num_operations > limit:
                 raise ResourceExhausted(
-                    f"a Step holds at most {STEP_OPERATIONS_MAX} operations, not {num_operations}",
+                    f"a Step holds at most {limit} operations, not {num_operations}",
                     reason="STEP_TOO_LARGE",
                     field="runs",
                 )

@@ -144,6 +144,12 @@ class ServerConfig:
     max_tokens_per_session: int = option(
         1 << 26, integer(1, 1 << 40), "tokens of all requests of a session together", "TOKENS"
     )
+    max_step_operations: int = option(
+        65_536,
+        integer(1, 1 << 24),
+        "operations of a Step, which others wait for",
+        "N",
+    )
     max_workers_per_session: int = option(
         256, integer(1, 65_536), "workers attached under a session", "N"
     )
@@ -191,13 +197,41 @@ class ServerConfig:
     reply_window: int = option(
         64, integer(1, 65_536), "replies a session can replay by op_seq", "N"
     )
+    reply_window_bytes: int = option(
+        16 << 20,
+        integer(0, 1 << 40),
+        "bytes of replies kept for a session's replay; the last one is kept whatever its size",
+        "BYTES",
+    )
+    reply_windows_bytes: int = option(
+        256 << 20,
+        integer(1 << 16, 1 << 40),
+        "bytes of replies kept for all sessions together; at least --max-message-bytes",
+        "BYTES",
+    )
+    ended_sessions_kept: int = option(
+        4096,
+        integer(1, 1 << 20),
+        "closed and expired sessions remembered, so that late calls are told what happened",
+        "N",
+    )
     event_history: int = option(65_536, integer(0, 1 << 24), "events kept for resuming", "N")
+    event_history_bytes: int = option(
+        256 << 20, integer(0, 1 << 40), "bytes of events kept for resuming, about", "BYTES"
+    )
     event_queue: int = option(1024, integer(1, 1 << 20), "batches a subscriber may lag", "N")
+    event_queue_bytes: int = option(
+        64 << 20, integer(1 << 21, 1 << 40), "bytes a subscriber may lag", "BYTES"
+    )
+    event_medium: str = option(
+        "CPU", text, "what events call the memory that the pool lies in", "NAME"
+    )
     event_heartbeat_seconds: float = option(
         5.0, real(0.01, 3600), "idle time before a heartbeat", "SECONDS"
     )
     max_subscribers: int = option(1024, integer(0, 1 << 20), "event subscribers", "N")
     max_pulls: int = option(64, integer(1, 1 << 16), "PullBlocks at a time", "N")
+    max_pull_blocks: int = option(65_536, integer(1, 1 << 24), "blocks a PullBlocks", "N")
     pull_stall_seconds: float = option(
         30.0, real(0.01, 3600), "how long a pull waits for a peer that reads nothing", "SECONDS"
     )
@@ -249,6 +283,7 @@ class ServerConfig:
                 model=self.model or ("" if self.groups is not None else _DEFAULT_MODEL),
                 weights_revision=self.weights_revision,
                 layout=self.layout,
+                medium=self.event_medium,
                 residency_sample_rate=self.residency_sample_rate,
                 max_sessions=self.max_sessions,
                 max_requests_per_session=self.max_requests_per_session,

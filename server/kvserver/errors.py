@@ -27,7 +27,7 @@ CODES: dict[type[errors.KVDepotError], grpc.StatusCode] = {
 }
 
 # Statuses travel as trailing metadata, which gRPC limits to 8 KiB by default.
-_MESSAGE_LENGTH_MAX = 512
+MESSAGE_LENGTH_MAX = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,6 @@ def failure(error: Exception, *, method: str, epoch: str) -> Failure:
 
 def _shortened(text: str) -> str:
     """``text`` made to fit, and encodable."""
-    if len(text) > _MESSAGE_LENGTH_MAX:
-        text = text[: _MESSAGE_LENGTH_MAX - 3] + "..."
+    if len(text) > MESSAGE_LENGTH_MAX:
+        text = text[: MESSAGE_LENGTH_MAX - 3] + "..."
     return text.encode("utf-8", "replace").decode("utf-8")

@@ -22,14 +22,10 @@ from kvdepot.v1 import types_pb2
 from kvserver import convert
 from kvserver.deadlines import Clock, Deadlines
 from kvserver.publisher import Publisher
-from kvserver.replies import ReplyWindow
+from kvserver.replies import Replies
 from kvserver.worker import Worker
 
 logger = logging.getLogger(__name__)
-
-# Of sessions that ended lately, so that late calls are told what happened.
-_CLOSED_KEPT = 1024
-_EXPIRED_KEPT = 65_536
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +33,9 @@ class SessionPolicy:
     """What sessions are granted."""
 
     reply_window: int
+    reply_window_bytes: int
+    reply_windows_bytes: int
+    ended_sessions_kept: int
     lease_ttl_seconds: float
     lease_ttl_seconds_max: float
     quarantine_seconds: float
@@ -87,9 +86,13 @@ class Node:
         self._deadlines = Deadlines(clock)
         self._workers: dict[str, set[Worker]] = {}
         self._opened_at: WeakKeyDictionary[Session, float] = WeakKeyDictionary()
-        self._windows: dict[str, ReplyWindow] = {}
-        # So that a CloseSession sent again is answered again.
-        self._closed: OrderedDict[str, ReplyWindow] = OrderedDict()
+        self._replies = Replies(
+            size=policy.reply_window,
+            window_bytes_max=policy.reply_window_bytes,
+            total_bytes_max=policy.reply_windows_bytes,
+            closed_max=policy.ended_sessions_kept,
+        )
+        # Leases of sessions that ended by them, so that late calls are told what happened.
         self._expired: OrderedDict[str, float] = OrderedDict()
 
     # --- sessions ---------------------------------------------------------------------
@@ -108,7 +111,7 @@ class Node:
                 field="lease_ttl_seconds",
             )
         session = self.depot.open_session(name, fingerprint)
-        self._windows[session.session_id] = ReplyWindow(self.policy.reply_window)
+        self._replies.open(session.session_id)
         self._opened_at[session] = time.monotonic()
         self._deadlines.set(session.session_id, ttl, lambda: self._expire(session, ttl))
         return session
@@ -141,9 +144,7 @@ class Node:
 
     def close_session(self, session: Session) -> int:
         """Free all the session holds; the number of its requests."""
-        self._closed[session.session_id] = self._windows.pop(session.session_id)
-        if len(self._closed) > _CLOSED_KEPT:
-            self._closed.popitem(last=False)
+        self._replies.close(session.session_id)
         return self._end_session(session, "closed")
 
     def list_sessions(self) -> list[ListedSession]:
@@ -161,9 +162,9 @@ class Node:
         return listed
 
     def _expire(self, session: Session, ttl: float) -> None:
-        del self._windows[session.session_id]
+        self._replies.drop(session.session_id)
         self._expired[session.session_id] = ttl
-        if len(self._expired) > _EXPIRED_KEPT:
+        if len(self._expired) > self.policy.ended_sessions_kept:
             self._expired.popitem(last=False)
         self._end_session(session, "expired")
         self.publish()
@@ -230,10 +231,12 @@ class Node:
         try:
             session = self.session(session_id, context.epoch)
         except NotFound:
-            closed = self._closed.get(session_id)
-            if closed is None or op_seq is None or not closed.keeps(op_seq, method):
+            kept = None
+            if op_seq is not None:
+                kept = self._replies.of_closed(session_id, op_seq, method)
+            if kept is None:
                 raise
-            return closed.answer(op_seq, method, _unreachable)
+            return kept
 
         def execute() -> bytes:
             try:
@@ -250,7 +253,7 @@ class Node:
 
         if op_seq is None:
             return execute()
-        return self._windows[session_id].answer(op_seq, method, execute)
+        return self._replies.answer(session_id, op_seq, method, execute)
 
     def reset_prefix_cache(
         self, mode: ResetMode, scope: ResetScope | None, deadline_seconds: float | None
@@ -312,7 +315,3 @@ class Node:
 
 def _stopping() -> Unavailable:
     return Unavailable("the server is stopping", reason="DRAINING", retryable=True)
-
-
-def _unreachable() -> bytes:
-    raise AssertionError("a kept answer is not executed")

@@ -15,24 +15,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvcore.errors import DataLoss, InvalidArgument, OutOfRange, ResourceExhausted, Unavailable
-from kvcore.events import AllBlocksCleared, BlockStored, Event
+from kvcore.events import AllBlocksCleared, BlockStored
 from kvcore.feed import Entry, RemovedBlocks, StoredBlocks, events_of
 from kvdepot.v1 import event_pb2
 from kvserver import convert
 
 BATCH_EVENTS_MAX = 256
 BATCH_BYTES_MAX = 1 << 20
-EVENT_BYTES_MAX = 256 << 10
-# Bytes that a subscriber may lag, and that the history may keep, besides their counts.
-QUEUE_BYTES_MAX = 64 << 20
-HISTORY_BYTES_MAX = 256 << 20
 
 _FLUSH_SECONDS_MIN = 0.002
 _FLUSH_SECONDS_MAX = 0.2
 _FAN_OUT_PER_SECOND = 10_000  # messages to all subscribers together
 
-_OF_FEED = (StoredBlocks, RemovedBlocks)
-_KINDS = {BlockStored: "stored", StoredBlocks: "stored", AllBlocksCleared: "cleared"}
+_KINDS = {StoredBlocks: "stored", RemovedBlocks: "removed", AllBlocksCleared: "cleared"}
 
 
 @dataclass(slots=True)
@@ -43,7 +38,7 @@ class Batch:
     num_events: int
     nbytes: int  # about
     timestamp_seconds: float
-    _entries: Sequence[Entry | Event] | None
+    _entries: Sequence[Entry | BlockStored] | None
     _encoded: bytes = b""
 
     def encoded(self, epoch: str) -> bytes:
@@ -72,9 +67,10 @@ class Batch:
 class Subscriber:
     """One stream's bounded queue. ``next`` waits for the batch after the last."""
 
-    def __init__(self, batches_max: int) -> None:
+    def __init__(self, batches_max: int, nbytes_max: int) -> None:
         self.idle = False
         self._batches_max = batches_max
+        self._nbytes_max = nbytes_max
         self._queue: deque[bytes] = deque()
         self._queued_bytes = 0
         self._end: Exception | None = None
@@ -84,13 +80,13 @@ class Subscriber:
         """Queue one message; False, and the end of the stream, when it does not fit."""
         if (
             len(self._queue) >= self._batches_max
-            or self._queued_bytes + len(message) > QUEUE_BYTES_MAX
+            or self._queued_bytes + len(message) > self._nbytes_max
         ):
             self._queue.clear()
             self.end(
                 ResourceExhausted(
                     f"the subscriber lags by more than {self._batches_max} batches "
-                    f"or {QUEUE_BYTES_MAX} bytes; resume from the last sequence seen",
+                    f"or {self._nbytes_max} bytes; resume from the last sequence seen",
                     reason="SUBSCRIBER_TOO_SLOW",
                     retryable=True,
                 )
@@ -139,7 +135,9 @@ class Publisher:
         epoch: str,
         *,
         history_events: int,
+        history_bytes: int,
         queue_batches: int,
+        queue_bytes: int,
         subscribers_max: int,
         heartbeat_seconds: float,
     ) -> None:
@@ -148,10 +146,12 @@ class Publisher:
         self.published: Counter[str] = Counter()
         self.cut_off = 0
         self._history_events_max = history_events
+        self._history_bytes_max = history_bytes
         self._queue_batches = queue_batches
+        self._queue_bytes = queue_bytes
         self._subscribers_max = subscribers_max
         self._heartbeat_seconds = heartbeat_seconds
-        self._pending: list[Entry | Event] = []
+        self._pending: list[Entry] = []
         self._pending_events = 0
         self._history: deque[Batch] = deque()
         self._history_events = 0
@@ -166,16 +166,14 @@ class Publisher:
         """Streams being served; those cut off do not count."""
         return len(self._subscribers)
 
-    def publish(self, entries: Iterable[Entry | Event]) -> None:
+    def publish(self, entries: Iterable[Entry]) -> None:
         """Number the events of ``entries``, in order, and have them sent soon."""
         for entry in entries:
-            # One block an event, as the feed has it, cannot be cut further.
-            for part in (entry,) if isinstance(entry, _OF_FEED) else _parts(entry):
-                num_events = _num_events(part)
-                self._pending.append(part)
-                self._pending_events += num_events
-                self.published[_KINDS.get(type(part), "removed")] += num_events
-                self.next_sequence += num_events
+            num_events = _num_events(entry)
+            self._pending.append(entry)
+            self._pending_events += num_events
+            self.published[_KINDS[type(entry)]] += num_events
+            self.next_sequence += num_events
         if self._flush_timer is None and self._pending:
             pace = len(self._subscribers) / _FAN_OUT_PER_SECOND
             delay = min(max(pace, _FLUSH_SECONDS_MIN), _FLUSH_SECONDS_MAX)
@@ -236,7 +234,7 @@ class Publisher:
                 reason="TOO_MANY_SUBSCRIBERS",
                 retryable=True,
             )
-        subscriber = Subscriber(self._queue_batches)
+        subscriber = Subscriber(self._queue_batches, self._queue_bytes)
         self._subscribers.add(subscriber)
         if self._heartbeat_timer is None:
             self._arm_heartbeat()
@@ -282,7 +280,7 @@ class Publisher:
         self._history_bytes += batch.nbytes
         while self._history and (
             self._history_events > self._history_events_max
-            or self._history_bytes > HISTORY_BYTES_MAX
+            or self._history_bytes > self._history_bytes_max
         ):
             oldest = self._history.popleft()
             self._history_events -= oldest.num_events
@@ -308,50 +306,25 @@ class Publisher:
         self._arm_heartbeat()
 
 
-def _num_events(entry: Entry | Event) -> int:
-    return len(entry) if isinstance(entry, _OF_FEED) else 1
+def _num_events(entry: Entry | BlockStored) -> int:
+    return len(entry) if isinstance(entry, StoredBlocks | RemovedBlocks) else 1
 
 
-def _nbytes(event: Entry | Event) -> int:
-    """About what an event takes, encoded; of an entry's events, one."""
-    if isinstance(event, StoredBlocks):
-        run = event.run
+def _nbytes(entry: Entry | BlockStored) -> int:
+    """About what one event of ``entry`` takes, encoded."""
+    if isinstance(entry, StoredBlocks):
+        run = entry.run
         keys = 64 * max((len(keys or ()) for keys in run.extra_keys or ()), default=0)
         return 104 + len(run.tokens) // len(run.hashes) + keys
-    if isinstance(event, RemovedBlocks):
-        return 72
-    if isinstance(event, BlockStored):
-        keys = 64 * sum(len(keys or ()) for keys in event.extra_keys or ())
-        return 64 + len(event.token_ids) + 40 * len(event.block_hashes) + keys
-    return 32 if isinstance(event, AllBlocksCleared) else 32 + 40 * len(event.block_hashes)
+    if isinstance(entry, BlockStored):
+        keys = 64 * sum(len(keys or ()) for keys in entry.extra_keys or ())
+        return 104 + len(entry.token_ids) + keys
+    return 72 if isinstance(entry, RemovedBlocks) else 32
 
 
-def _parts(event: Event) -> Iterator[Event]:
-    """``event``, cut so that each part fits a message."""
-    nbytes = _nbytes(event)
-    if nbytes <= EVENT_BYTES_MAX or isinstance(event, AllBlocksCleared):
-        yield event
-        return
-    hashes = event.block_hashes
-    width = max(1, len(hashes) * EVENT_BYTES_MAX // nbytes)
-    for start in range(0, len(hashes), width):
-        stop = start + width
-        if not isinstance(event, BlockStored):
-            yield replace(event, block_hashes=hashes[start:stop])
-            continue
-        token_bytes = 4 * event.block_size
-        yield replace(
-            event,
-            block_hashes=hashes[start:stop],
-            parent_block_hash=hashes[start - 1] if start else event.parent_block_hash,
-            token_ids=event.token_ids[start * token_bytes : stop * token_bytes],
-            extra_keys=None if event.extra_keys is None else event.extra_keys[start:stop],
-        )
-
-
-def _batches(entries: Iterable[Entry | Event], first_sequence: int) -> Iterator[Batch]:
+def _batches(entries: Iterable[Entry | BlockStored], first_sequence: int) -> Iterator[Batch]:
     now = time.time()
-    parts: list[Entry | Event] = []
+    parts: list[Entry | BlockStored] = []
     num_events, nbytes = 0, 0
     for entry in entries:
         size, start, stop = _nbytes(entry), 0, _num_events(entry)
@@ -363,7 +336,7 @@ def _batches(entries: Iterable[Entry | Event], first_sequence: int) -> Iterator[
                 parts, num_events, nbytes = [], 0, 0
                 continue
             taken = min(max(room, 1), stop - start)
-            if isinstance(entry, _OF_FEED) and taken < stop:
+            if isinstance(entry, StoredBlocks | RemovedBlocks) and taken < stop:
                 parts.append(entry.part(start, start + taken))
             else:
                 parts.append(entry)

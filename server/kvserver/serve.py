@@ -65,12 +65,17 @@ class Server:
             Publisher(
                 depot.epoch,
                 history_events=config.event_history,
+                history_bytes=config.event_history_bytes,
                 queue_batches=config.event_queue,
+                queue_bytes=config.event_queue_bytes,
                 subscribers_max=config.max_subscribers,
                 heartbeat_seconds=config.event_heartbeat_seconds,
             ),
             SessionPolicy(
                 reply_window=config.reply_window,
+                reply_window_bytes=config.reply_window_bytes,
+                reply_windows_bytes=config.reply_windows_bytes,
+                ended_sessions_kept=config.ended_sessions_kept,
                 lease_ttl_seconds=config.lease_ttl_seconds,
                 lease_ttl_seconds_max=config.lease_ttl_seconds_max,
                 quarantine_seconds=config.quarantine_seconds,
@@ -80,7 +85,9 @@ class Server:
             clock=clock,
         )
         self._rpcs = Rpcs(depot.epoch, streams_max=config.max_concurrent_streams)
-        self._cache = cache.CacheService(self.node, self._rpcs)
+        self._cache = cache.CacheService(
+            self.node, self._rpcs, step_operations_max=config.max_step_operations
+        )
         self._metrics: MetricsServer | None = None
 
     async def start(self) -> None:
@@ -97,7 +104,11 @@ class Server:
             cache.SERVICE: self._cache.handlers(),
             event.SERVICE: event.EventService(node, rpcs).handlers(),
             transfer.SERVICE: transfer.TransferService(
-                node, rpcs, pulls_max=config.max_pulls, stall_seconds=config.pull_stall_seconds
+                node,
+                rpcs,
+                pulls_max=config.max_pulls,
+                blocks_max=config.max_pull_blocks,
+                stall_seconds=config.pull_stall_seconds,
             ).handlers(),
             admin.SERVICE: admin.AdminService(node, rpcs).handlers(),
         }

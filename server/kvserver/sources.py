@@ -150,15 +150,14 @@ def _check(config: ServerConfig, sources: Mapping[str, str]) -> None:
                 f"{sources.get(name, flag_of(name))}: {bound} is not loopback; the server is not "
                 "encrypted, so that needs --insecure-bind"
             )
-    if config.lease_ttl_seconds > config.lease_ttl_seconds_max:
-        ttl, most = (
-            sources.get(name, flag_of(name))
-            for name in ("lease_ttl_seconds", "lease_ttl_seconds_max")
-        )
-        raise ConfigError(
-            f"{ttl} {config.lease_ttl_seconds:g} is more than {most} "
-            f"{config.lease_ttl_seconds_max:g}"
-        )
+    for low, high in (
+        ("lease_ttl_seconds", "lease_ttl_seconds_max"),
+        ("max_message_bytes", "reply_windows_bytes"),
+    ):
+        less, more = getattr(config, low), getattr(config, high)
+        if less > more:
+            low, high = (sources.get(name, flag_of(name)) for name in (low, high))
+            raise ConfigError(f"{low} {less:.12g} is more than {high} {more:.12g}")
     config.kv_cache_groups()  # whose errors say where
     try:
         config.depot_config()

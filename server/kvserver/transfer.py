@@ -15,7 +15,6 @@ SERVICE = pb.DESCRIPTOR.services_by_name["KVTransferService"].full_name
 
 MESSAGE_BYTES = 1 << 20
 MESSAGE_BLOCKS_MAX = 4096
-PULL_BLOCKS_MAX = 1 << 16
 
 _STATUSES = {
     "ready": pb.BLOCK_STATUS_READY,
@@ -27,11 +26,14 @@ _STATUSES = {
 class TransferService:
     """Describes the pool and copies blocks out of it."""
 
-    def __init__(self, node: Node, rpcs: Rpcs, *, pulls_max: int, stall_seconds: float) -> None:
+    def __init__(
+        self, node: Node, rpcs: Rpcs, *, pulls_max: int, blocks_max: int, stall_seconds: float
+    ) -> None:
         self._node = node
         self._rpcs = rpcs
         self._num_pulls = 0
         self._pulls_max = pulls_max
+        self._blocks_max = blocks_max
         self._stall_seconds = stall_seconds
         config = node.depot.config
         self._hash_bytes = make_scheme(config.hash_scheme, config.hash_seed).digest_size
@@ -102,9 +104,9 @@ class TransferService:
             )
         if request.group >= len(self._block_bytes):
             raise InvalidArgument(f"there is no group {request.group}", field="group")
-        if len(request.block_hashes) > PULL_BLOCKS_MAX:
+        if len(request.block_hashes) > self._blocks_max:
             raise ResourceExhausted(
-                f"{len(request.block_hashes)} hashes are more than {PULL_BLOCKS_MAX} a call",
+                f"{len(request.block_hashes)} hashes are more than {self._blocks_max} a call",
                 reason="TOO_MANY_BLOCKS",
                 field="block_hashes",
             )

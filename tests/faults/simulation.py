@@ -305,12 +305,17 @@ def make_node(**options: Any) -> Node:
     publisher = Publisher(
         depot.epoch,
         history_events=1024,
+        history_bytes=1 << 20,
         queue_batches=16,
+        queue_bytes=1 << 22,
         subscribers_max=16,
         heartbeat_seconds=60.0,
     )
     policy = SessionPolicy(
         reply_window=8,
+        reply_window_bytes=1 << 20,
+        reply_windows_bytes=1 << 24,
+        ended_sessions_kept=64,
         lease_ttl_seconds=LEASE_SECONDS,
         lease_ttl_seconds_max=LEASE_SECONDS,
         quarantine_seconds=QUARANTINE_SECONDS,
@@ -322,5 +327,7 @@ def make_node(**options: Any) -> Node:
 
 def handlers_of(node: Node) -> dict[str, Any]:
     """The handlers that a server registers, by path."""
-    service = cache.CacheService(node, Rpcs(node.depot.epoch, streams_max=64))
+    service = cache.CacheService(
+        node, Rpcs(node.depot.epoch, streams_max=64), step_operations_max=1024
+    )
     return {f"/{cache.SERVICE}/{name}": handler for name, handler in service.handlers().items()}

@@ -12,7 +12,7 @@ NUM_BLOCKS = RUN_BLOCKS_MAX + 3
 
 
 def test_a_prompt_is_a_few_entries_and_an_event_a_block() -> None:
-    depot = make_depot(64, publish_events=True)
+    depot = make_depot(64)
     session = depot.open_session("s")
     tokens = range(4 * NUM_BLOCKS)
     picture = MultimodalItem("picture", 4, 5)
@@ -50,7 +50,7 @@ def test_a_prompt_is_a_few_entries_and_an_event_a_block() -> None:
 
 
 def test_a_part_of_an_entry_is_those_of_its_events() -> None:
-    depot = make_depot(64, publish_events=True)
+    depot = make_depot(64)
     session = depot.open_session("s")
     depot.allocate_slots(session, SlotRequest("r", content(range(40))))
     (stored,) = depot.take_feed()
@@ -62,7 +62,7 @@ def test_a_part_of_an_entry_is_those_of_its_events() -> None:
 
 
 def test_entries_keep_the_order_of_what_happened() -> None:
-    depot = make_depot(9, publish_events=True)
+    depot = make_depot(9)
     session = depot.open_session("s")
     session.begin(1, 0)
     depot.allocate_slots(session, SlotRequest("r", content(range(28))))

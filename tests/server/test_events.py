@@ -9,8 +9,9 @@ from typing import Any
 import grpc
 import pytest
 
-from kvcore.events import BlockRemoved
+from kvcore.feed import RemovedBlocks
 from kvdepot.v1 import event_pb2
+from kvserver.publisher import BATCH_EVENTS_MAX
 from serving import BLOCK_SIZE, Scheduler, Serve, Served, detail_of, refused, tokens
 
 PROMPT = tokens(*range(1, 11))
@@ -149,14 +150,14 @@ def test_a_subscriber_that_does_not_read_is_cut_off(serve: Serve) -> None:
     served = serve(event_queue=8)
     stalled, reading = follow(served), follow(served)
     publisher = served.server.node.publisher
-    event = BlockRemoved([b"h" * 32] * 6000, 0, "CPU")
+    removed = RemovedBlocks([b"h" * 32] * BATCH_EVENTS_MAX, 0, "CPU", "evicted")
 
     def burst() -> None:
-        publisher.publish([event])
+        publisher.publish([removed])
         publisher.flush()
 
     total = 0
-    for _ in range(400):
+    for _ in range(4000):
         served.loop.call(burst)
         total += len(next(reading).events)
         if publisher.cut_off:

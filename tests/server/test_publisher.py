@@ -1,9 +1,8 @@
-"""The publisher alone: numbering, history, queues, cutting and batching."""
+"""The publisher alone: numbering, history, queues and batching."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
@@ -18,37 +17,44 @@ from kvcore.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from kvcore.events import AllBlocksCleared, BlockRemoved, BlockStored
+from kvcore.events import AllBlocksCleared
 from kvcore.feed import Entry, RemovedBlocks, StoredBlocks, StoredRun, events_of
 from kvdepot.v1 import event_pb2
 from kvserver import convert
-from kvserver import publisher as module
 from kvserver.publisher import Publisher
 
 
 def make(**options: Any) -> Publisher:
     defaults: dict[str, Any] = {
         "history_events": 100,
+        "history_bytes": 1 << 20,
         "queue_batches": 4,
+        "queue_bytes": 1 << 20,
         "subscribers_max": 2,
         "heartbeat_seconds": 60.0,
     }
     return Publisher("epoch-1", **(defaults | options))
 
 
-def stored(number: int, count: int = 1, block_size: int = 2) -> BlockStored:
-    return BlockStored(
-        block_hashes=[(number + i).to_bytes(32, "big") for i in range(count)],
-        parent_block_hash=None,
-        token_ids=b"\1\0\0\0" * block_size * count,
-        block_size=block_size,
+def stored(number: int) -> StoredBlocks:
+    run = StoredRun(
+        parent_hash=None,
+        hashes=[number.to_bytes(32, "big")],
+        tokens=b"\1\0\0\0" * 2,
+        block_size=2,
+        extra_keys=None,
         lora_id=None,
         lora_name=None,
-        extra_keys=None,
         group=0,
         spec_kind="full_attention",
+        sliding_window=None,
         medium="CPU",
     )
+    return StoredBlocks(run, 0, 1)
+
+
+def removed(*hashes: bytes) -> RemovedBlocks:
+    return RemovedBlocks(list(hashes), 0, "CPU", "evicted")
 
 
 def on_loop(story: Callable[[], Awaitable[None]]) -> None:
@@ -75,7 +81,7 @@ def test_events_are_numbered_batched_and_resumed_from_within_a_batch() -> None:
         publisher = make()
         live, first = publisher.subscribe()
         assert list(first) == []
-        publisher.publish([stored(1), BlockRemoved([b"h" * 32], 0, "CPU"), AllBlocksCleared(3)])
+        publisher.publish([stored(1), removed(b"h" * 32), AllBlocksCleared(3)])
         publisher.publish([stored(2)])
         message = await live.next()
         assert sequences([message]) == [0, 1, 2, 3]
@@ -105,21 +111,27 @@ def test_entries_of_the_feed_are_sent_as_their_events(num_tokens: int) -> None:
     )
     entries: list[Entry] = [
         StoredBlocks(run, 0, 31),
-        RemovedBlocks([bytes([number]) * 32 for number in range(250)], 0, "CPU", "evicted"),
+        removed(*[bytes([number]) * 32 for number in range(250)]),
         AllBlocksCleared(2),
         *[StoredBlocks(run, 5, 32)] * 9,
-        RemovedBlocks([b"h" * 32], 0, "CPU", "evicted"),
+        removed(b"h" * 32),
     ]
+    one_by_one: list[Entry] = []
+    for entry in entries:
+        if isinstance(entry, AllBlocksCleared):
+            one_by_one.append(entry)
+        else:
+            one_by_one += [entry.part(number, number + 1) for number in range(len(entry))]
     events = list(events_of(entries))
 
     async def story() -> None:
-        lazy, eager = make(history_events=10_000), make(history_events=10_000)
-        lazy.publish(entries)
-        eager.publish(events)
-        assert lazy.next_sequence == eager.next_sequence == len(events)
-        assert lazy.published == eager.published
+        whole, single = (make(history_events=10_000, history_bytes=1 << 30) for _ in range(2))
+        whole.publish(entries)
+        single.publish(one_by_one)
+        assert whole.next_sequence == single.next_sequence == len(events)
+        assert whole.published == single.published
         streams = []
-        for publisher in (lazy, eager):
+        for publisher in (whole, single):
             _, first = publisher.subscribe(from_sequence=0)
             responses = decode(first)
             for response in responses:
@@ -193,26 +205,22 @@ def test_a_slow_subscriber_is_cut_off_and_others_are_not() -> None:
     on_loop(story)
 
 
-def test_bytes_bound_the_queue_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "QUEUE_BYTES_MAX", 100)
-
+def test_bytes_bound_the_queue_too() -> None:
     async def story() -> None:
-        publisher = make()
+        publisher = make(queue_bytes=100)
         slow, _ = publisher.subscribe()
         for number in range(2):
             publisher.publish([stored(number)])
             publisher.flush()
-        with pytest.raises(ResourceExhausted):
+        with pytest.raises(ResourceExhausted, match="100 bytes"):
             await slow.next()
 
     on_loop(story)
 
 
-def test_bytes_bound_the_history_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "HISTORY_BYTES_MAX", 200)
-
+def test_bytes_bound_the_history_too() -> None:
     async def story() -> None:
-        publisher = make()
+        publisher = make(history_bytes=200)
         for number in range(9):
             publisher.publish([stored(number)])
             publisher.flush()
@@ -235,36 +243,14 @@ def test_subscribers_are_limited() -> None:
     on_loop(story)
 
 
-def test_an_event_too_large_for_a_message_is_cut_into_a_chain() -> None:
-    async def story() -> None:
-        publisher = make()
-        subscriber, _ = publisher.subscribe()
-        whole = stored(0, count=400, block_size=512)
-        publisher.publish([whole])
-        assert publisher.next_sequence > 1
-        parts = []
-        publisher.flush()
-        while subscriber.num_queued:
-            (response,) = decode([await subscriber.next()])
-            assert response.ByteSize() <= module.BATCH_BYTES_MAX + 4096
-            parts += [event.block_stored for event in response.events]
-        hashes = [block_hash for part in parts for block_hash in part.block_hashes]
-        assert hashes == whole.block_hashes
-        assert b"".join(part.token_ids for part in parts) == whole.token_ids
-        assert not parts[0].HasField("parent_block_hash")
-        for before, after in itertools.pairwise(parts):
-            assert after.parent_block_hash == before.block_hashes[-1]
-
-    on_loop(story)
-
-
 @pytest.mark.parametrize("count", [0, 1, 700])
 def test_a_snapshot_has_the_sequence_of_its_moment(count: int) -> None:
     async def story() -> None:
         publisher = make()
         publisher.publish([stored(1)])
         publisher.subscribe(fresh=True)
-        messages = publisher.snapshot_messages([stored(number) for number in range(count)])
+        here = [event for number in range(count) for event in stored(number).events()]
+        messages = publisher.snapshot_messages(here)
         publisher.publish([stored(2)])
         responses = decode(messages)
         assert sum(len(response.events) for response in responses) == count
