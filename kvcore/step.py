@@ -91,6 +91,7 @@ class _StepRun:
         self._check_runs()
 
         self.budget = step.token_budget
+        self.blocks_left = depot.config.max_step_blocks
         self.stopped = False
         self.index = 0
         self.admissions: list[SlotResult] = []
@@ -157,6 +158,9 @@ class _StepRun:
         for slots in self.step.admissions[first : first + count]:
             if self.stopped:
                 self.admissions.append(SlotResult(Outcome.NOT_ATTEMPTED))
+            elif self.blocks_left <= 0:
+                self.admissions.append(SlotResult(_NO_BUDGET))
+                self._refuse()
             else:
                 try:
                     result = self.depot.allocate_slots(
@@ -166,6 +170,7 @@ class _StepRun:
                     result = SlotResult(self._invalid(error))
                 else:
                     self._spend(result.num_new_tokens)
+                    self._spend_blocks(slots.request_id)
                     self.refused = self.refused or result.outcome is Outcome.NO_FIT
                 self.admissions.append(result)
                 if result.outcome is not Outcome.OK:
@@ -217,6 +222,8 @@ class _StepRun:
         else:
             if num_computed > session.num_slots(request):
                 raise _bad_growth(request.status, num_computed, num_new)
+            if self.blocks_left <= 0:
+                return _NO_BUDGET
             new_blocks = session.allocate(
                 request, num_computed, num_new, num_lookahead_tokens=num_lookahead_tokens
             )
@@ -228,6 +235,7 @@ class _StepRun:
             for group, block_ids in enumerate(new_blocks.block_ids):
                 self.grow_counts[group][position] = len(block_ids)
                 self.grow_ids[group].extend(block_ids)
+                self.blocks_left -= len(block_ids)
         if self.budget is not None:
             self._spend(num_new)
         return _OK
@@ -288,6 +296,12 @@ class _StepRun:
     def _spend(self, num_tokens: int) -> None:
         if self.budget is not None:
             self.budget -= num_tokens
+
+    def _spend_blocks(self, request_id: str) -> None:
+        """An admission costs all the blocks that its request has, or would have."""
+        config, request = self.depot.config, self.session.requests[request_id]
+        num_groups = len(config.kv_cache.groups)
+        self.blocks_left -= 1 + num_groups * (request.num_tokens // config.hash_block_size)
 
     def _refuse(self) -> None:
         if self.step.on_no_fit_stop:

@@ -50,6 +50,9 @@ class DepotConfig:
     max_request_tokens: int = 1 << 22
     max_tokens_per_session: int = 1 << 26
     max_workers_per_session: int = 256
+    max_step_blocks: int = 1 << 20
+    """Blocks that the operations of a Step may deal with; others wait for it, and it is
+    one message. The operation that exceeds it is done, those after it are not."""
     # Never None once made.
     max_num_batched_tokens: int = None  # type: ignore[assignment]
     hash_block_size: int = None  # type: ignore[assignment]
@@ -68,6 +71,7 @@ class DepotConfig:
             "max_request_tokens",
             "max_tokens_per_session",
             "max_workers_per_session",
+            "max_step_blocks",
             "max_num_batched_tokens",
             "dcp_world_size",
             "pcp_world_size",

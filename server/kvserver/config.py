@@ -145,9 +145,12 @@ class ServerConfig:
         1 << 26, integer(1, 1 << 40), "tokens of all requests of a session together", "TOKENS"
     )
     max_step_operations: int = option(
-        65_536,
-        integer(1, 1 << 24),
-        "operations of a Step, which others wait for",
+        65_536, integer(1, 1 << 24), "operations of a Step, for which others wait", "N"
+    )
+    max_step_blocks: int = option(
+        1 << 20,
+        integer(1, 1 << 40),
+        "blocks of all requests that a Step admits or grows; what is beyond answers NO_BUDGET",
         "N",
     )
     max_workers_per_session: int = option(
@@ -206,7 +209,7 @@ class ServerConfig:
     reply_windows_bytes: int = option(
         256 << 20,
         integer(1 << 16, 1 << 40),
-        "bytes of replies kept for all sessions together; at least --max-message-bytes",
+        "bytes of replies kept for all sessions together; not less than the largest message",
         "BYTES",
     )
     ended_sessions_kept: int = option(
@@ -290,6 +293,7 @@ class ServerConfig:
                 max_request_tokens=self.max_request_tokens,
                 max_tokens_per_session=self.max_tokens_per_session,
                 max_workers_per_session=self.max_workers_per_session,
+                max_step_blocks=self.max_step_blocks,
                 max_num_batched_tokens=self.max_num_batched_tokens,  # type: ignore[arg-type]
                 hash_block_size=self.hash_block_size,  # type: ignore[arg-type]
                 use_eagle=self.use_eagle,

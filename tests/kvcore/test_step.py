@@ -238,3 +238,49 @@ def test_columns_that_do_not_fit_together(step: Step, field: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         apply(depot, session, step)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("stops", [True, False], ids=["stop", "continue"])
+def test_a_step_deals_with_so_many_blocks(stops: bool) -> None:
+    depot = make_depot(40, max_step_blocks=12)
+    session = depot.open_session("")
+    (admitted,) = apply(depot, session, Step([(ADMIT, 1)], admissions=[new("a", 0, 22)])).admissions
+    handle = int32(admitted.handle)
+    # Six blocks each time, of which five are a hit: the third time is too much.
+    again = SlotRequest("a", lookup=True)
+    result = apply(
+        depot,
+        session,
+        Step(
+            [(FREE, 1), (ADMIT, 1)] * 4,
+            on_no_fit_stop=stops,
+            admissions=[again] * 4,
+            free=Free(handle * 4, bytes([FreeMode.PREEMPT] * 4)),
+        ),
+    )
+    outcomes = [admission.outcome for admission in result.admissions]
+    last = Outcome.NOT_ATTEMPTED if stops else Outcome.NO_BUDGET
+    assert outcomes == [Outcome.OK, Outcome.OK, Outcome.NO_BUDGET, last]
+    # The next Step begins anew.
+    assert apply(depot, session, Step([(ADMIT, 1)], admissions=[again])).errors == []
+
+
+def test_growth_is_of_so_many_blocks_a_step() -> None:
+    depot = make_depot(40, max_step_blocks=5)
+    session = depot.open_session("")
+    admissions = [new(name, 100 * number, 100 * number + 4) for number, name in enumerate("ab")]
+    admitted = apply(depot, session, Step([(ADMIT, 2)], admissions=admissions)).admissions
+    first, second = (admission.handle for admission in admitted)
+    rows = Grow(int32(first, second, first), int32(4, 4, 4), int32(20, 1, 20))
+    result = apply(depot, session, Step([(GROW, 3)], on_no_fit_stop=False, grow=rows))
+    # What needs no block is not held up.
+    assert list(result.grow_outcomes) == [Outcome.OK, Outcome.NO_BUDGET, Outcome.OK]
+    assert ints(result.grow_counts[0]) == [5, 0, 0]
+
+
+def test_one_request_may_have_more_blocks_than_a_step_deals_with() -> None:
+    depot = make_depot(40, max_step_blocks=1)
+    session = depot.open_session("")
+    step = Step([(ADMIT, 2)], admissions=[new("a", 0, 40), new("b", 100, 101)])
+    result = apply(depot, session, step)
+    assert [a.outcome for a in result.admissions] == [Outcome.OK, Outcome.NO_BUDGET]

@@ -12,7 +12,7 @@ import pytest
 from kvdepot.v1 import cache_pb2, event_pb2, transfer_pb2
 from kvserver.config import ConfigError
 from kvserver.sources import parse
-from serving import Scheduler, Serve, Served, refused, tokens
+from serving import Scheduler, Serve, Served, int32s, refused, tokens
 
 PROMPT = tokens(*range(1, 11))
 
@@ -77,7 +77,80 @@ def refused_by_step(scheduler: Scheduler) -> None:
     assert response.errors[0].reason == "TOO_MANY_TOKENS"
 
 
+def too_large_a_step(_: Served, scheduler: Scheduler) -> None:
+    scheduler.stub.Step(
+        cache_pb2.StepRequest(
+            context=scheduler.context(),
+            runs=[cache_pb2.Run(kind=cache_pb2.OPERATION_KIND_FREE, count=3)],
+            free=cache_pb2.FreeColumns(handles=int32s(1, 2, 3)),
+        ),
+        timeout=20,
+    )
+
+
+def too_large_a_pull(served: Served, _: Scheduler) -> None:
+    hashes = [bytes([number]) * 32 for number in range(3)]
+    list(
+        served.transfer.PullBlocks(transfer_pb2.PullBlocksRequest(block_hashes=hashes), timeout=20)
+    )
+
+
 Act = Callable[[Served, Scheduler], Any]
+
+
+@pytest.mark.parametrize(
+    ("option", "call", "reason"),
+    [
+        pytest.param("max_step_operations", too_large_a_step, "STEP_TOO_LARGE", id="a step"),
+        pytest.param("max_pull_blocks", too_large_a_pull, "TOO_MANY_BLOCKS", id="a pull"),
+    ],
+)
+def test_a_call_that_is_too_large(serve: Serve, option: str, call: Act, reason: str) -> None:
+    served = serve(**{option: 2})
+    scheduler = served.open()
+    for _ in range(2):
+        detail = refused(lambda: call(served, scheduler), grpc.StatusCode.RESOURCE_EXHAUSTED)
+        # It will not fit later either.
+        assert (detail.reason, detail.retryable) == (reason, False)
+    served = serve(**{option: 3})
+    call(served, served.open())
+
+
+def test_the_last_reply_is_kept_whatever_its_size(serve: Serve) -> None:
+    served = serve(num_blocks=401, reply_window_bytes=100)
+    scheduler = served.open()
+    prompt = tokens(*range(1000))
+    admitted = scheduler.admit("a", prompt, op_seq=1)
+    assert len(admitted.new_blocks[0].ids) == 250
+    assert scheduler.admit("a", prompt, op_seq=1) == admitted
+    for number in (2, 3):
+        assert scheduler.free("a", op_seq=number).known == (number == 2)
+    for lost in (1, 2):
+        detail = refused(
+            lambda lost=lost: scheduler.admit("a", prompt, op_seq=lost),
+            grpc.StatusCode.FAILED_PRECONDITION,
+        )
+        assert (detail.reason, detail.expected_op_seq) == ("OP_SEQ_OUT_OF_WINDOW", 4)
+    assert not scheduler.free("a", op_seq=3).known
+    assert served.stats().num_requests == 0
+    served.assert_clean()
+
+
+def test_all_sessions_together_keep_so_much(serve: Serve) -> None:
+    served = serve(num_blocks=65_001, max_message_bytes=1 << 16, reply_windows_bytes=1 << 16)
+    busy, calm = served.open("busy"), served.open("calm")
+    admitted = calm.admit("a", PROMPT, op_seq=1)
+    for number in range(1, 40):
+        own = tokens(*range(5000 * number, 5000 * number + 4000))
+        assert busy.admit(f"{number}", own, op_seq=number).outcome == cache_pb2.OUTCOME_OK
+        assert served.server.node._replies.nbytes <= 1 << 16
+    # Who keeps little loses nothing; who keeps much, what is old.
+    assert calm.admit("a", PROMPT, op_seq=1) == admitted
+    assert busy.admit("39", own, op_seq=39).outcome == cache_pb2.OUTCOME_OK
+    detail = refused(lambda: busy.admit("1", PROMPT, op_seq=1), grpc.StatusCode.FAILED_PRECONDITION)
+    assert (detail.reason, detail.expected_op_seq) == ("OP_SEQ_OUT_OF_WINDOW", 40)
+    assert served.stats().num_requests == 40
+    served.assert_clean()
 
 
 @pytest.mark.parametrize(
@@ -189,7 +262,16 @@ def test_help_tells_every_limit(capsys: pytest.CaptureFixture[str]) -> None:
         ("--max-tokens-per-session", "67108864"),
         ("--max-workers-per-session", "256"),
         ("--max-concurrent-streams", "16384"),
+        ("--max-step-operations", "65536"),
+        ("--max-step-blocks", "1048576"),
+        ("--max-pull-blocks", "65536"),
         ("--max-message-bytes", "67108864"),
+        ("--reply-window", "64"),
+        ("--reply-window-bytes", "16777216"),
+        ("--reply-windows-bytes", "268435456"),
+        ("--ended-sessions-kept", "4096"),
+        ("--event-queue-bytes", "67108864"),
+        ("--event-history-bytes", "268435456"),
         ("--lease-ttl-seconds", "30.0"),
         ("--lease-ttl-seconds-max", "600.0"),
         ("--quarantine-seconds", "60.0"),
@@ -208,6 +290,10 @@ def test_help_tells_every_limit(capsys: pytest.CaptureFixture[str]) -> None:
         (
             ["--lease-ttl-seconds", "700"],
             "--lease-ttl-seconds 700 is more than",
+        ),
+        (
+            ["--reply-windows-bytes", "1000000"],
+            "--max-message-bytes 67108864 is more than --reply-windows-bytes 1000000",
         ),
         (["--max-concurrent-streams", "many"], "--max-concurrent-streams"),
         (["--quarantine-seconds", "-1"], "--quarantine-seconds"),
