@@ -13,6 +13,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from kvcore.errors import DataLoss, InvalidArgument, OutOfRange, ResourceExhausted, Unavailable
 from kvcore.events import AllBlocksCleared, BlockStored
@@ -314,12 +315,20 @@ def _nbytes(entry: Entry | BlockStored) -> int:
     """About what one event of ``entry`` takes, encoded."""
     if isinstance(entry, StoredBlocks):
         run = entry.run
-        keys = 64 * max((len(keys or ()) for keys in run.extra_keys or ()), default=0)
+        keys = max(map(_keys_nbytes, run.extra_keys or ()), default=0)
         return 104 + len(run.tokens) // len(run.hashes) + keys
     if isinstance(entry, BlockStored):
-        keys = 64 * sum(len(keys or ()) for keys in entry.extra_keys or ())
-        return 104 + len(entry.token_ids) + keys
+        return 104 + len(entry.token_ids) + sum(map(_keys_nbytes, entry.extra_keys or ()))
     return 72 if isinstance(entry, RemovedBlocks) else 32
+
+
+def _keys_nbytes(keys: tuple[Any, ...] | None) -> int:
+    """About what a block's extra keys take: there may be many, of 512 characters each."""
+    nbytes = 0
+    for key in keys or ():
+        text = key[0] if isinstance(key, tuple) else key
+        nbytes += 24 + len(text.encode() if isinstance(text, str) else text)
+    return nbytes
 
 
 def _batches(entries: Iterable[Entry | BlockStored], first_sequence: int) -> Iterator[Batch]:

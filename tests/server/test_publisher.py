@@ -21,7 +21,7 @@ from kvcore.events import AllBlocksCleared
 from kvcore.feed import Entry, RemovedBlocks, StoredBlocks, StoredRun, events_of
 from kvdepot.v1 import event_pb2
 from kvserver import convert
-from kvserver.publisher import Publisher
+from kvserver.publisher import BATCH_BYTES_MAX, Publisher
 
 
 def make(**options: Any) -> Publisher:
@@ -141,6 +141,45 @@ def test_entries_of_the_feed_are_sent_as_their_events(num_tokens: int) -> None:
         assert [event for batch in streams[0] for event in batch.events] == [
             convert.event(event) for event in events
         ]
+
+    on_loop(story)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        pytest.param(None, id="no keys"),
+        pytest.param(("adapter", "salt"), id="few"),
+        pytest.param(tuple(("\U0001f600" * 512, at) for at in range(16)), id="pictures"),
+        pytest.param((b"d" * 32,), id="digests"),
+    ],
+)
+def test_a_batch_is_about_as_large_as_it_counts(keys: tuple[Any, ...] | None) -> None:
+    run = StoredRun(
+        parent_hash=b"p" * 32,
+        hashes=[bytes([number]) * 32 for number in range(32)],
+        tokens=bytes(64 * 32),
+        block_size=16,
+        extra_keys=None if keys is None else [keys] * 32,
+        lora_id=None,
+        lora_name=None,
+        group=0,
+        spec_kind="full_attention",
+        sliding_window=None,
+        medium="CPU",
+    )
+
+    async def story() -> None:
+        publisher = make(history_events=10_000, history_bytes=1 << 30)
+        publisher.publish([StoredBlocks(run, 0, 32)] * 20)
+        _, first = publisher.subscribe(from_sequence=0)
+        messages = list(first)
+        assert len(sequences(messages)) == 640
+        assert max(map(len, messages)) <= BATCH_BYTES_MAX
+        counted = sum(batch.nbytes for batch in publisher._history)
+        assert 0.7 < sum(map(len, messages)) / counted < 1.3
+        snapshot = list(publisher.snapshot_messages([run.event(0) for _ in range(640)]))
+        assert max(map(len, snapshot)) <= BATCH_BYTES_MAX
 
     on_loop(story)
 

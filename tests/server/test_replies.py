@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+from collections import deque
 from collections.abc import Callable
 from weakref import WeakSet
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvcore.errors import FailedPrecondition, InvalidArgument, KVDepotError
 from kvserver.errors import failure
@@ -249,3 +252,50 @@ def test_closed_windows_are_counted_too() -> None:
     assert answers == [None, b"closed", b"closed"]
     assert replies.of_closed("c", 1, "Free") is None
     assert replies.nbytes == 2 * (128 + len(b"closed"))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["answer", "answer", "answer", "answer", "close", "drop"]),
+            st.integers(0, 4),
+            st.sampled_from([0, 100, 1000, 3000, 9000]),
+        ),
+        max_size=60,
+    )
+)
+def test_whatever_happens_the_count_is_right_and_bounded(
+    acts: list[tuple[str, int, int]],
+) -> None:
+    most = 12_000
+    replies = Replies(size=3, window_bytes_max=5000, total_bytes_max=most, closed_max=2)
+    live: dict[int, str] = {}
+    sent: dict[str, deque[tuple[int, int]]] = {}
+    for number, (act, slot, size) in enumerate(acts):
+        if slot not in live:
+            live[slot] = f"{number}"
+            sent[live[slot]] = deque(maxlen=3)
+            replies.open(live[slot])
+        name = live[slot]
+        expected = replies._open[name].expected
+        if act == "drop":
+            replies.drop(live.pop(slot))
+            del sent[name]
+        else:
+
+            def execute(name: str = name, act: str = act, size: int = size) -> bytes:
+                if act == "close":
+                    replies.close(name)
+                return bytes(size)
+
+            assert len(replies.answer(name, expected, "m", execute)) == size
+            sent[name].append((expected, size))
+            if act == "close":
+                del live[slot]
+        windows = {**replies._open, **replies._closed}
+        assert replies.nbytes == sum(window.nbytes for window in windows.values()) <= most
+        # What is kept are the last replies, and unaltered.
+        for kept, window in windows.items():
+            for op_seq, nbytes in list(sent[kept])[len(sent[kept]) - len(window) :]:
+                assert len(window.again(op_seq, "m")) == nbytes
