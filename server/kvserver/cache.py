@@ -159,8 +159,11 @@ class CacheService:
         context: types_pb2.CallContext = request.context
 
         def operate(session: Session) -> pb.StepResponse:
-            num_operations = sum(run.count for run in request.runs)
             limit = self._step_operations_max
+            # What the runs do not count is refused later, but must be few to get there.
+            num_operations = max(len(request.runs), _num_rows(request))
+            if num_operations <= limit:
+                num_operations = sum(run.count for run in request.runs)
             if num_operations > limit:
                 raise ResourceExhausted(
                     f"a Step holds at most {limit} operations, not {num_operations}",
@@ -230,3 +233,9 @@ class CacheService:
         """End every StepStream, each once its current request is answered."""
         for task in list(self._reading):
             task.cancel()
+
+
+def _num_rows(request: pb.StepRequest) -> int:
+    """Operations that the columns hold."""
+    num_bytes = sum(len(columns.handles) for columns in (request.grow, request.cache, request.free))
+    return len(request.admissions) + num_bytes // 4

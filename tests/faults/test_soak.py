@@ -104,6 +104,7 @@ class Disturbances:
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 def test_soak(processes: Processes, record_property: Callable[[str, object], None]) -> None:
+    # Small bounds, so that all that is bounded is full after the warm-up.
     server = processes.serve(
         num_blocks=NUM_BLOCKS,
         event_history=2048,

@@ -16,6 +16,8 @@ from serving import Scheduler, Serve, Served, int32s, refused, tokens
 
 PROMPT = tokens(*range(1, 11))
 
+Act = Callable[[Served, Scheduler], Any]
+
 
 def follow(served: Served) -> Any:
     """An open StreamEvents."""
@@ -77,15 +79,25 @@ def refused_by_step(scheduler: Scheduler) -> None:
     assert response.errors[0].reason == "TOO_MANY_TOKENS"
 
 
-def too_large_a_step(_: Served, scheduler: Scheduler) -> None:
-    scheduler.stub.Step(
-        cache_pb2.StepRequest(
-            context=scheduler.context(),
-            runs=[cache_pb2.Run(kind=cache_pb2.OPERATION_KIND_FREE, count=3)],
-            free=cache_pb2.FreeColumns(handles=int32s(1, 2, 3)),
-        ),
-        timeout=20,
-    )
+def step_of(*runs: int, **columns: Any) -> Act:
+    """A Step that frees so many in each run, or says so."""
+
+    def act(_: Served, scheduler: Scheduler) -> None:
+        scheduler.stub.Step(
+            cache_pb2.StepRequest(
+                context=scheduler.context(),
+                runs=[
+                    cache_pb2.Run(kind=cache_pb2.OPERATION_KIND_FREE, count=count) for count in runs
+                ],
+                **columns,
+            ),
+            timeout=20,
+        )
+
+    return act
+
+
+THREE = cache_pb2.FreeColumns(handles=int32s(1, 2, 3))
 
 
 def too_large_a_pull(served: Served, _: Scheduler) -> None:
@@ -95,13 +107,16 @@ def too_large_a_pull(served: Served, _: Scheduler) -> None:
     )
 
 
-Act = Callable[[Served, Scheduler], Any]
-
-
 @pytest.mark.parametrize(
     ("option", "call", "reason"),
     [
-        pytest.param("max_step_operations", too_large_a_step, "STEP_TOO_LARGE", id="a step"),
+        pytest.param("max_step_operations", step_of(3, free=THREE), "STEP_TOO_LARGE", id="a step"),
+        pytest.param(
+            "max_step_operations",
+            step_of(1, 1, 1, free=THREE),
+            "STEP_TOO_LARGE",
+            id="a step of many runs",
+        ),
         pytest.param("max_pull_blocks", too_large_a_pull, "TOO_MANY_BLOCKS", id="a pull"),
     ],
 )
@@ -114,6 +129,23 @@ def test_a_call_that_is_too_large(serve: Serve, option: str, call: Act, reason: 
         assert (detail.reason, detail.retryable) == (reason, False)
     served = serve(**{option: 3})
     call(served, served.open())
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        pytest.param(step_of(*[0] * 5000), id="empty runs"),
+        pytest.param(step_of(admissions=[cache_pb2.SlotRequest()] * 5000), id="admissions"),
+        pytest.param(step_of(grow=cache_pb2.GrowColumns(handles=bytes(20_000))), id="growth"),
+        pytest.param(step_of(cache=cache_pb2.CacheColumns(handles=bytes(20_000))), id="caching"),
+        pytest.param(step_of(free=cache_pb2.FreeColumns(handles=bytes(20_000))), id="freeing"),
+    ],
+)
+def test_rows_that_no_run_counts_are_not_even_read(serve: Serve, step: Act) -> None:
+    served = serve(max_step_operations=100)
+    scheduler = served.open()
+    detail = refused(lambda: step(served, scheduler), grpc.StatusCode.RESOURCE_EXHAUSTED)
+    assert (detail.reason, detail.field) == ("STEP_TOO_LARGE", "runs")
 
 
 def test_the_last_reply_is_kept_whatever_its_size(serve: Serve) -> None:
