@@ -97,6 +97,11 @@ class AdminService:
     def evict_blocks(self, request: pb.EvictBlocksRequest) -> bytes:
         """EvictBlocks."""
         num_blocks = self._node.pool.num_blocks
+        if len(request.block_ids) > num_blocks:  # others wait for each of them
+            raise InvalidArgument(
+                f"{len(request.block_ids)} ids are more than the pool has blocks",
+                field="block_ids",
+            )
         for position, block_id in enumerate(request.block_ids):
             if not 1 <= block_id < num_blocks:
                 raise InvalidArgument(

@@ -176,6 +176,12 @@ def test_evicted_blocks_are_hits_no_more(served: Served) -> None:
             id="no-such-block",
         ),
         pytest.param(
+            lambda served: evict(served, *[1] * 34),
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "block_ids",
+            id="more-than-all-blocks",
+        ),
+        pytest.param(
             lambda served: requests(served, session_id="nobody"),
             grpc.StatusCode.NOT_FOUND,
             "session_id",
