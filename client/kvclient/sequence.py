@@ -50,6 +50,8 @@ class Sequence:
                 self._unsure = False
                 self._number(call)
                 return True
+            if error.expected_op_seq == self._next + 1:
+                self.succeeded()  # it was done, but its answer is kept no more
             self.pending = None
         elif error.answered and not isinstance(error, Unavailable):
             self.succeeded()

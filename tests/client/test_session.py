@@ -30,6 +30,7 @@ from kvclient.errors import (
 from kvclient.sequence import Sequence
 from kvclient.values import Content, Free, OperationKind, SlotRequest, Step
 from kvdepot.v1 import cache_pb2
+from wire import Wire
 
 
 def admit(request_id: str, *tokens: int) -> Step:
@@ -73,6 +74,45 @@ def test_a_step_whose_answer_is_lost_is_done_once(client: Client, wire: Any) -> 
         )
         assert len(reply.admissions[0].new_blocks[0]) == 3
         assert len(stream.call(admit("c", 7)).admissions[0].new_blocks[0]) == 1
+
+
+def test_a_call_whose_lost_answer_is_kept_no_more(serve: Any) -> None:
+    served = serve(
+        num_blocks=40_000, block_size=1, max_message_bytes=1 << 16, reply_windows_bytes=1 << 16
+    )
+    wire = Wire(served.target)
+    with (
+        Client(served.target, timeout_s=20) as near,
+        Client(wire.target, timeout_s=20) as far,
+        far.open_session() as session,
+        near.open_session() as other,
+    ):
+        for half in (0, 10_000):
+            session.get_computed_blocks("a", Content(range(half, half + 10_000), half))
+        wire.losing = True
+        errors: list[FailedPrecondition] = []
+
+        def admit_a() -> None:
+            with pytest.raises(FailedPrecondition) as caught:
+                session.allocate_slots(SlotRequest("a", lookup=True))
+            errors.append(caught.value)
+
+        thread = threading.Thread(target=admit_a)
+        thread.start()
+        deadline = time.monotonic() + 20
+        while near.stats().blocks.live != 20_000 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        # Together more than is kept: the larger one goes.
+        assert other.step(admit("b", *range(20_000, 30_000))).errors == []
+        wire.cut()
+        thread.join(20)
+        assert [error.reason for error in errors] == ["OP_SEQ_OUT_OF_WINDOW"]
+        # It was done, once, and the session goes on.
+        assert near.stats().blocks.live == 30_000
+        assert session.free("a").known
+        assert not session.free("a").known
+        assert near.audit().violations == ()
+    wire.close()
 
 
 def test_the_asyncio_client_on_a_wire_that_breaks(serve: Any) -> None:
@@ -263,6 +303,10 @@ def _answered(error: KVDepotError) -> KVDepotError:
         pytest.param(_answered(Unavailable("", reason="X")), True, 1, id="the-server-stops"),
         pytest.param(DeadlineExceeded("", reason="X"), True, 1, id="late"),
         pytest.param(ResourceExhausted("", reason="X"), False, 2, id="too-large-perhaps-done"),
+        pytest.param(
+            FailedPrecondition("", reason="X", expected_op_seq=2), False, 2, id="done-and-forgotten"
+        ),
+        pytest.param(FailedPrecondition("", reason="X", expected_op_seq=9), False, 1, id="astray"),
     ],
 )
 def test_what_a_failed_call_leaves(error: KVDepotError, pending: bool, next_op_seq: int) -> None:

@@ -223,7 +223,8 @@ class Session:
         except KVDepotError as error:
             if self._sequence.pending is not None:
                 raise unsettled(error) from None
-            # Else its own error, which its caller was spared: it had no effect.
+            # Else its own error, which its caller was spared: it had no effect, or one that
+            # is no longer told.
 
     async def _exchange(
         self, call: Call[Result], send: Callable[[Call[Any]], Awaitable[Any]]
