@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import secrets
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kvcore.admission import admit
-from kvcore.block_pool import BlockPool
 from kvcore.check import check
 from kvcore.content import find_request, write_tokens
 from kvcore.errors import (
@@ -38,6 +37,7 @@ from kvcore.operation import (
     Step,
     StepResult,
 )
+from kvcore.poison import make_block_pool
 from kvcore.request import Request, RequestStatus
 from kvcore.reset import ResetMode, ResetResult, Resets, ResetScope
 from kvcore.residency import ResidencySampler
@@ -58,9 +58,14 @@ def check_name(name: str) -> None:
 
 
 class Depot:
-    """The state of one server's life; single-threaded, and it never waits."""
+    """The state of one server's life; single-threaded, and it never waits.
 
-    def __init__(self, config: DepotConfig) -> None:
+    ``poison`` fills blocks, by id, before they are handed out; see PoisoningBlockPool.
+    """
+
+    def __init__(
+        self, config: DepotConfig, *, poison: Callable[[Sequence[int]], None] | None = None
+    ) -> None:
         try:
             self.scheme = make_scheme(config.hash_scheme, config.hash_seed)
         except ValueError as error:
@@ -73,8 +78,9 @@ class Depot:
         self.resets = Resets(self)
         rate = config.residency_sample_rate
         self.residency = ResidencySampler(rate) if rate > 0 else None
-        self.pool = BlockPool(
+        self.pool = make_block_pool(
             config.kv_cache,
+            poison,
             publish_events=True,
             medium=config.medium,
             residency=self.residency,

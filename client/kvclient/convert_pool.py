@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from kvclient.description import (
+    CudaIpcMapping,
+    FileMapping,
     KVCacheGroup,
     KVCacheSpec,
     LayerLayout,
     MambaState,
     PoolDescription,
+    PoolMapping,
     TensorView,
 )
 from kvdepot.v1 import types_pb2
@@ -76,6 +79,24 @@ def layer_layout(layer: types_pb2.LayerLayout) -> LayerLayout:
     )
 
 
+def pool_mapping(mapping: types_pb2.PoolMapping) -> PoolMapping:
+    """Where one rank's bytes are."""
+    if not mapping.HasField("cuda_ipc"):
+        return FileMapping(mapping.file.path, mapping.num_bytes, mapping.file.huge_pages)
+    cuda = mapping.cuda_ipc
+    return CudaIpcMapping(
+        device_index=cuda.device_index,
+        device_uuid=cuda.device_uuid,
+        handle=cuda.handle,
+        nbytes=mapping.num_bytes,
+        offset_bytes=cuda.offset_bytes,
+        ref_counter_handle=cuda.ref_counter_handle,
+        ref_counter_offset=cuda.ref_counter_offset,
+        event_handle=cuda.event_handle,
+        event_sync_required=cuda.event_sync_required,
+    )
+
+
 def pool_description(pool: types_pb2.PoolDescription, epoch: str) -> PoolDescription:
     """The server's pool."""
     return PoolDescription(
@@ -88,13 +109,13 @@ def pool_description(pool: types_pb2.PoolDescription, epoch: str) -> PoolDescrip
                 tuple(group.layer_names),
                 tuple(kv_cache_spec(spec) for spec in group.layer_specs),
                 group.is_eagle_group,
+                group.needs_zeroing,
             )
             for group in pool.groups
         ),
         layout=_LAYOUTS.get(pool.layout, "unknown"),
         layers=tuple(layer_layout(layer) for layer in pool.layers),
-        mapping_path=pool.mapping_path,
-        mapping_bytes=pool.mapping_bytes,
+        mappings=tuple(pool_mapping(mapping) for mapping in pool.mappings),
         hash_scheme=pool.hash_scheme,
         hash_seed=pool.hash_seed,
         hash_block_size=pool.hash_block_size,
@@ -103,4 +124,6 @@ def pool_description(pool: types_pb2.PoolDescription, epoch: str) -> PoolDescrip
         scheduler_block_size=pool.scheduler_block_size,
         decode_context_parallel_size=pool.decode_context_parallel_size or 1,
         prefill_context_parallel_size=pool.prefill_context_parallel_size or 1,
+        tensor_parallel_size=pool.tensor_parallel_size or 1,
+        tensor_parallel_rank=pool.tensor_parallel_rank,
     )

@@ -41,12 +41,17 @@ class KVCacheSpec:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheGroup:
-    """Layers that share block tables. ``layer_specs``: one a layer, where they differ."""
+    """Layers that share block tables. ``layer_specs``: one a layer, where they differ.
+
+    ``needs_zeroing``: workers zero its new blocks before the step that writes them first,
+    with ``Pool.zero_blocks``.
+    """
 
     spec: KVCacheSpec
     layer_names: tuple[str, ...]
     layer_specs: tuple[KVCacheSpec, ...] = ()
     is_eagle_group: bool = False
+    needs_zeroing: bool = False
 
     @property
     def kind(self) -> str:
@@ -86,9 +91,42 @@ class LayerLayout:
 
 
 @dataclass(frozen=True, slots=True)
+class FileMapping:
+    """A file of ``nbytes`` on the server's host; ``huge_pages``: it lies in huge pages."""
+
+    path: str
+    nbytes: int
+    huge_pages: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CudaIpcMapping:
+    """An allocation on a CUDA device of the server's host, to be opened by CUDA IPC.
+
+    ``device_index`` is the server's number of the device, ``device_uuid`` everybody's.
+    The rest is what ``torch.UntypedStorage._new_shared_cuda`` takes.
+    """
+
+    device_index: int
+    device_uuid: str
+    handle: bytes
+    nbytes: int
+    offset_bytes: int
+    ref_counter_handle: bytes
+    ref_counter_offset: int
+    event_handle: bytes
+    event_sync_required: bool
+
+
+PoolMapping = FileMapping | CudaIpcMapping
+"""Where the bytes of one rank are."""
+
+
+@dataclass(frozen=True, slots=True)
 class PoolDescription:
-    """A server's pool; block 0 is never handed out. ``mapping_path`` is empty when the
-    server keeps no bytes. Hits are multiples of ``scheduler_block_size`` tokens.
+    """A server's pool; block 0 is never handed out. ``mappings`` are those of the ranks that
+    it holds, from ``tensor_parallel_rank`` on, and none when the server keeps no bytes. Hits
+    are multiples of ``scheduler_block_size`` tokens.
     """
 
     epoch: str
@@ -97,8 +135,7 @@ class PoolDescription:
     groups: tuple[KVCacheGroup, ...]
     layout: str
     layers: tuple[LayerLayout, ...]
-    mapping_path: str
-    mapping_bytes: int
+    mappings: tuple[PoolMapping, ...]
     hash_scheme: str
     hash_seed: str
     hash_block_size: int
@@ -107,6 +144,14 @@ class PoolDescription:
     scheduler_block_size: int
     decode_context_parallel_size: int
     prefill_context_parallel_size: int
+    tensor_parallel_size: int = 1
+    tensor_parallel_rank: int = 0
+
+    @property
+    def mapping_path(self) -> str:
+        """The pool's file; empty when it has none: no bytes, or on CUDA devices."""
+        first = self.mappings[0] if self.mappings else None
+        return first.path if isinstance(first, FileMapping) else ""
 
     @property
     def table_block_sizes(self) -> tuple[int, ...]:

@@ -5,14 +5,12 @@ torch is imported when a tensor is asked for, numpy when an array is.
 
 from __future__ import annotations
 
-import mmap
-import os
-import weakref
 from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from kvclient.errors import FailedPrecondition, InvalidArgument, NotFound
+from kvclient.mapping import MappedBytes, open_mapping
 from kvclient.values import KVCacheSpec, LayerLayout, PoolDescription, TensorView
 
 if TYPE_CHECKING:
@@ -47,49 +45,63 @@ def row_shape(layout: LayerLayout) -> tuple[int, int, int]:
     return parts, rows, nbytes // (parts * rows)
 
 
-def map_pool(description: PoolDescription, attachment: Attachment | None = None) -> Pool:
+def map_pool(
+    description: PoolDescription, attachment: Attachment | None = None, *, rank: int | None = None
+) -> Pool:
     """Maps the pool for reading and writing.
 
-    A worker that writes under a session hands its ``attachment`` over: it is closed when
-    the mapping is gone, that is, when nobody refers to the pool or a view of it any more.
+    ``rank`` is the worker's in its tensor-parallel group; it may be left out where the pool
+    holds one. A worker that writes under a session hands its ``attachment`` over: it is
+    closed when the mapping is gone, that is, when nobody refers to the pool or a view of it
+    any more.
 
-    FailedPrecondition when the server keeps no bytes, its file is not on this host
-    or not of the described size.
+    FailedPrecondition when the server keeps no bytes, or they cannot be reached from here: a
+    file of another host or another size, a GPU that this process does not see.
     """
-    if not description.mapping_path:
+    mappings = description.mappings
+    if not mappings:
         raise FailedPrecondition("the server keeps no bytes", reason="NO_MAPPING")
-    try:
-        fd = os.open(description.mapping_path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError as error:
-        raise FailedPrecondition(
-            f"cannot open the pool's mapping: {error}", reason="MAPPING_UNREACHABLE"
-        ) from error
-    try:
-        size = os.fstat(fd).st_size
-        if size != description.mapping_bytes:
-            raise FailedPrecondition(
-                f"{description.mapping_path} has {size} bytes, "
-                f"the server says {description.mapping_bytes}",
-                reason="MAPPING_MISMATCH",
-            )
-        mapping = mmap.mmap(fd, size)
-    finally:
-        os.close(fd)
-    if attachment is not None:
+    first = description.tensor_parallel_rank
+    if rank is None and len(mappings) == 1:
+        rank = first
+    if rank is None or not first <= rank < first + len(mappings):
+        raise InvalidArgument(
+            f"the pool holds the ranks {first} to {first + len(mappings) - 1} of "
+            f"{description.tensor_parallel_size}, not {rank}: say which one this worker is",
+            field="rank",
+        )
+    mapped = open_mapping(
+        mappings[rank - first],
         # Not at the process's end, which closes the stream after the last write.
-        weakref.finalize(mapping, attachment.close).atexit = False
-    return Pool(description, mapping)
+        None if attachment is None else attachment.close,
+    )
+    return Pool(description, mapped, rank)
 
 
 class Pool:
-    """Views of the mapping. Each keeps it alive; nothing has to be closed."""
+    """Views of the mapping. Each keeps it alive.
 
-    def __init__(self, description: PoolDescription, mapping: mmap.mmap) -> None:
+    ``close`` gives the pool's own reference up, as does dropping the pool.
+    """
+
+    def __init__(self, description: PoolDescription, mapped: MappedBytes, rank: int = 0) -> None:
         self.description = description
+        self.rank = rank
+        self.device = mapped.device
         self.num_blocks = description.num_blocks
         self.layer_names = [layout.name for layout in description.layers]
-        self._mapping = mapping
+        self._mapped: MappedBytes | None = mapped
         self._layouts = {layout.name: layout for layout in description.layers}
+
+    def close(self) -> None:
+        """No new views. The mapping goes with the last view there is."""
+        self._mapped = None
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
 
     @property
     def block_size(self) -> int:
@@ -133,16 +145,12 @@ class Pool:
         Parts are K and V, or 1 where they lie together. A row is a token, or the tokens
         that the layer compresses together; of Mamba all the state is one row.
         """
-        import numpy as np
-
         layout = self._find(layer)
         parts, rows, row = row_shape(layout)
-        return np.ndarray(
+        return self._bytes.array(
             (self.num_blocks, parts, rows, row),
-            np.uint8,
-            buffer=self._mapping,
-            offset=layout.offset_bytes,
-            strides=(layout.block_stride_bytes, rows * row, row, 1),
+            layout.offset_bytes,
+            (layout.block_stride_bytes, rows * row, row, 1),
         )
 
     def write_slots(
@@ -197,12 +205,80 @@ class Pool:
     def block_table(
         self, tables: Sequence[Sequence[int]], width: int | None = None
     ) -> torch.Tensor:
-        """``slots.block_table`` as an int32 tensor."""
+        """``slots.block_table`` of one group as an int32 tensor on the pool's device.
+
+        ``(len(tables), width)``, one row a request; 0, the null block, where there is none.
+        """
         import torch
 
         from kvclient.slots import block_table
 
-        return torch.tensor(block_table(tables, width), dtype=torch.int32)
+        return torch.tensor(block_table(tables, width), dtype=torch.int32, device=self.device)
+
+    def slot_mapping(
+        self,
+        tables: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        num_tokens: Sequence[int],
+        *,
+        group: int = 0,
+        pad_to: int | None = None,
+    ) -> torch.Tensor:
+        """``slots.slot_mapping`` of a batch, request after request, as an int64 tensor.
+
+        Of each request's table in ``group``, the slots of the tokens ``starts`` to ``starts +
+        num_tokens``; -1 where the table has the null block, and as padding to ``pad_to`` in
+        all. InvalidArgument where the group's slots are none of tokens: of a Mamba group, or
+        with context parallelism.
+        """
+        import torch
+
+        from kvclient.slots import SLOT_PADDING, slot_mapping
+
+        self._require_group(group)
+        spec = self.description.groups[group].spec
+        block_size = self.description.table_block_sizes[group]
+        if spec.kind == "mamba" or block_size != spec.block_size:
+            raise InvalidArgument(
+                f"group {group} ({spec.kind}) keeps no slot a token on this rank", field="group"
+            )
+        slots = [
+            slot
+            for table, start, count in zip(tables, starts, num_tokens, strict=True)
+            for slot in slot_mapping(table, block_size, start, count)
+        ]
+        if pad_to is not None:
+            if pad_to < len(slots):
+                raise InvalidArgument(f"{len(slots)} slots exceed {pad_to}", field="pad_to")
+            slots += [SLOT_PADDING] * (pad_to - len(slots))
+        return torch.tensor(slots, dtype=torch.int64, device=self.device)
+
+    def zero_blocks(self, group: int, block_ids: Sequence[int]) -> None:
+        """Zero new blocks in all layers of the group.
+
+        For a group with ``needs_zeroing``, before the step that writes them first, in the
+        order of steps: a block may come from a request whose last step still reads it.
+        """
+        self._require_group(group)
+        for block_id in block_ids:
+            if not 0 < block_id < self.num_blocks:
+                raise InvalidArgument(
+                    f"block {block_id} is not one of 1 to {self.num_blocks - 1}", field="block_ids"
+                )
+        for layout in self.description.layers:
+            if layout.group == group:
+                nbytes = self._spec(layout.name).page_size_bytes
+                self._bytes.zero(layout.offset_bytes, layout.block_stride_bytes, nbytes, block_ids)
+
+    def _require_group(self, group: int) -> None:
+        if not 0 <= group < len(self.description.groups):
+            raise InvalidArgument(f"there is no group {group}", field="group")
+
+    @property
+    def _bytes(self) -> MappedBytes:
+        if self._mapped is None:
+            raise FailedPrecondition("the pool is closed", reason="POOL_CLOSED")
+        return self._mapped
 
     def _split(self, slots: torch.Tensor, block_size: int) -> tuple[Any, Any]:
         if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < (
@@ -218,13 +294,7 @@ class Pool:
         return view
 
     def _tensor(self, view: TensorView) -> torch.Tensor:
-        import torch
-
-        dtype: torch.dtype = getattr(torch, view.dtype)
-        count = len(self._mapping) // dtype.itemsize
-        return torch.frombuffer(self._mapping, dtype=dtype, count=count).as_strided(
-            view.shape, view.strides, view.offset_bytes // dtype.itemsize
-        )
+        return self._bytes.tensor(view)
 
     def _spec(self, layer: str | int) -> KVCacheSpec:
         layout = self._find(layer)

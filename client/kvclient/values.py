@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from kvclient.description import (
+    CudaIpcMapping,
+    FileMapping,
     KVCacheGroup,
     KVCacheSpec,
     LayerLayout,
@@ -29,7 +31,9 @@ __all__ = [
     "Cache",
     "Column",
     "Content",
+    "CudaIpcMapping",
     "ExtraKeys",
+    "FileMapping",
     "Free",
     "FreeMode",
     "FreeResult",

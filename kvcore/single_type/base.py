@@ -11,20 +11,9 @@ from collections.abc import Iterable, Sequence
 from kvcore.block import KVCacheBlock
 from kvcore.block_pool import BlockPool
 from kvcore.request import Request
-from kvcore.spec import (
-    DepotConfig,
-    FullAttentionSpec,
-    HiddenStateCacheSpec,
-    KVCacheSpec,
-    MLAAttentionSpec,
-    TQFullAttentionSpec,
-    cdiv,
-)
+from kvcore.spec import DepotConfig, KVCacheSpec, cdiv
+from kvcore.spec.pool import ZEROED_SPECS
 from kvcore.view import PoolView
-
-ZEROED_SPECS = (FullAttentionSpec, TQFullAttentionSpec, MLAAttentionSpec, HiddenStateCacheSpec)
-"""The specs, exactly these, whose new blocks vLLM's workers zero."""
-
 
 _ALLOCATES = frozenset(
     (

@@ -31,6 +31,8 @@ class DepotConfig:
     windows and states are kept: None at every boundary, 0 at the prompt's last one, or
     once every so many tokens. ``dcp_world_size`` and ``pcp_world_size``: ranks that
     share out a block's tokens, so that a block counts that many times its size.
+    ``tensor_parallel_size``: ranks over which the model's heads are split; the groups are
+    those of one rank. The pool holds ``num_ranks`` of them, from ``tensor_parallel_rank`` on.
     """
 
     kv_cache: KVCacheConfig
@@ -60,6 +62,9 @@ class DepotConfig:
     prefix_cache_retention_interval: int | None = None
     dcp_world_size: int = 1
     pcp_world_size: int = 1
+    tensor_parallel_size: int = 1
+    tensor_parallel_rank: int = 0
+    num_ranks: int = 1
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens is None:
@@ -75,6 +80,8 @@ class DepotConfig:
             "max_num_batched_tokens",
             "dcp_world_size",
             "pcp_world_size",
+            "tensor_parallel_size",
+            "num_ranks",
         ):
             require_positive(name, getattr(self, name))
         if not 0.0 <= self.watermark < 1.0:
@@ -85,6 +92,12 @@ class DepotConfig:
             )
         if self.layout not in ("block", "layer"):
             raise InvalidArgument("layout must be block or layer", field="layout")
+        if not 0 <= self.tensor_parallel_rank <= self.tensor_parallel_size - self.num_ranks:
+            raise InvalidArgument(
+                f"a pool of {self.num_ranks} ranks from rank {self.tensor_parallel_rank} on does "
+                f"not lie in a tensor-parallel group of {self.tensor_parallel_size}",
+                field="tensor_parallel_rank",
+            )
         self._check_context_parallel()
         self._resolve_hash_block_size()
         self._check_retention()
@@ -239,6 +252,11 @@ class DepotConfig:
             "weights_revision": self.weights_revision,
             "hash": [self.hash_scheme, self.hash_seed, self.hash_block_size],
             "context_parallel": [self.dcp_world_size, self.pcp_world_size],
+            "tensor_parallel": [
+                self.tensor_parallel_size,
+                self.tensor_parallel_rank,
+                self.num_ranks,
+            ],
             "groups": [
                 [_parts(group.spec), list(group.layer_names)] for group in self.kv_cache.groups
             ],

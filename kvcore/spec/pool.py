@@ -10,7 +10,13 @@ from dataclasses import dataclass
 
 from kvcore.errors import InvalidArgument
 from kvcore.spec.base import KVCacheSpec, require_positive
+from kvcore.spec.full_attention import FullAttentionSpec, TQFullAttentionSpec
+from kvcore.spec.mamba import MambaSpec
+from kvcore.spec.mla import HiddenStateCacheSpec, MLAAttentionSpec
 from kvcore.spec.uniform import UniformTypeKVCacheSpecs
+
+ZEROED_SPECS = (FullAttentionSpec, TQFullAttentionSpec, MLAAttentionSpec, HiddenStateCacheSpec)
+"""The specs, exactly these, whose new blocks vLLM's workers zero beside Mamba layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +134,22 @@ class KVCacheConfig:
     def block_bytes(self) -> int:
         """Bytes of one block."""
         return sum(self.places[0])
+
+    @property
+    def zeroed_group_ids(self) -> frozenset[int]:
+        """Groups whose new blocks workers zero before they are written, as in vLLM.
+
+        Full attention beside Mamba layers: a kernel that multiplies what lies behind a
+        sequence's end by 0 must not find there what a state's bytes are as K and V, NaN
+        among it.
+        """
+        if not any(isinstance(group.manager_spec, MambaSpec) for group in self.groups):
+            return frozenset()
+        return frozenset(
+            number
+            for number, group in enumerate(self.groups)
+            if type(group.manager_spec) in ZEROED_SPECS
+        )
 
     @property
     def pool_bytes(self) -> int:

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 
 from kvcore.errors import KVDepotError
 from kvcore.hashing import SCHEMES
+from kvcore.memory import Device
 from kvcore.spec import DTYPE_BYTES, DepotConfig, KVCacheConfig, KVCacheGroup, num_blocks_for
 from kvserver.groups import groups_of
-from kvserver.option import boolean, choice, integer, one_of, option, real, text
+from kvserver.option import boolean, choice, devices, integer, one_of, option, real, text
 from kvserver.presets import MODELS
 
 _DEFAULT_CAPACITY_TOKENS = 65_536
@@ -85,7 +86,7 @@ class ServerConfig:
         "TOKENS",
     )
     memory_bytes: int | None = option(
-        None, integer(1, 1 << 62), "size of the pool in bytes", "BYTES"
+        None, integer(1, 1 << 62), "size of the pool in bytes, on each device", "BYTES"
     )
     max_books_bytes: int | None = option(
         None,
@@ -100,8 +101,36 @@ class ServerConfig:
         "what lies together: the layers of a block, or the blocks of a layer",
         one_of("block", "layer"),
     )
-    mapping_dir: str = option("", text, "directory of the pool's file (default: /dev/shm)", "DIR")
+    device: tuple[Device, ...] = option(
+        (Device(),),
+        devices,
+        "where the bytes are: cpu (the default), cuda:N, or cuda:N,M for several tensor-parallel "
+        "ranks, each of which holds its own heads of the same blocks",
+        "DEVICE",
+    )
+    tensor_parallel_size: int | None = option(
+        None,
+        integer(1, 4096),
+        "ranks over which the model's heads are split; the groups are those of one (default: "
+        "as many as --device names)",
+        "N",
+    )
+    tensor_parallel_rank: int = option(
+        0, integer(0, 4095), "the first rank that the pool holds, one a device", "RANK"
+    )
+    mapping_dir: str = option(
+        "", text, "directory of the pool's file on the CPU (default: /dev/shm)", "DIR"
+    )
+    no_huge_pages: bool = option(
+        False, boolean, "take no huge pages, also where the file's directory has them"
+    )
     no_memory: bool = option(False, boolean, "keep the books only, no bytes")
+    poison: bool = option(
+        False,
+        boolean,
+        "debugging: fill every block with NaN before it is handed out, so that reading what was "
+        "never written shows; costs a write of the block",
+    )
     no_prefix_caching: bool = option(False, boolean, "never hit")
     hash_scheme: str = option(
         SCHEMES[0], choice(*SCHEMES), "how blocks are hashed", one_of(*SCHEMES)
@@ -226,9 +255,6 @@ class ServerConfig:
     event_queue_bytes: int = option(
         64 << 20, integer(1 << 21, 1 << 40), "bytes a subscriber may lag", "BYTES"
     )
-    event_medium: str = option(
-        "CPU", text, "what events call the memory that the pool lies in", "NAME"
-    )
     event_heartbeat_seconds: float = option(
         5.0, real(0.01, 3600), "idle time before a heartbeat", "SECONDS"
     )
@@ -286,7 +312,6 @@ class ServerConfig:
                 model=self.model or ("" if self.groups is not None else _DEFAULT_MODEL),
                 weights_revision=self.weights_revision,
                 layout=self.layout,
-                medium=self.event_medium,
                 residency_sample_rate=self.residency_sample_rate,
                 max_sessions=self.max_sessions,
                 max_requests_per_session=self.max_requests_per_session,
@@ -300,6 +325,10 @@ class ServerConfig:
                 prefix_cache_retention_interval=self.prefix_cache_retention_interval,
                 dcp_world_size=self.dcp_world_size,
                 pcp_world_size=self.pcp_world_size,
+                tensor_parallel_size=self.tensor_parallel_size or len(self.device),
+                tensor_parallel_rank=self.tensor_parallel_rank,
+                num_ranks=len(self.device),
+                medium="CPU" if self.device[0].index is None else "GPU",
             )
         except KVDepotError as error:
             raise ConfigError(error.message) from error

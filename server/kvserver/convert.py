@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 from typing import Any, TypeVar
 
@@ -10,7 +10,7 @@ from kvcore.errors import InvalidArgument
 from kvcore.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from kvcore.hashing import ExtraKeys, MultimodalItem
 from kvcore.holders import BlockHolder
-from kvcore.memory import LayerLayout
+from kvcore.memory import CudaIpcMapping, FileMapping, LayerLayout
 from kvcore.operation import (
     BlockTables,
     Cache,
@@ -324,7 +324,7 @@ def kv_cache_spec(spec: KVCacheSpec) -> types_pb2.KVCacheSpec:
     return message
 
 
-def kv_cache_group(group: KVCacheGroup) -> types_pb2.KVCacheGroup:
+def kv_cache_group(group: KVCacheGroup, *, needs_zeroing: bool = False) -> types_pb2.KVCacheGroup:
     """A group; where layers differ, with the spec of each."""
     differ = isinstance(group.spec, UniformTypeKVCacheSpecs)
     message = types_pb2.KVCacheGroup(
@@ -332,6 +332,7 @@ def kv_cache_group(group: KVCacheGroup) -> types_pb2.KVCacheGroup:
         layer_names=group.layer_names,
         layer_specs=[kv_cache_spec(spec) for spec in group.layer_specs] if differ else [],
         is_eagle_group=group.is_eagle_group,
+        needs_zeroing=needs_zeroing,
     )
     if differ:
         message.spec.kind = _spec_kind(group.spec.kind)
@@ -364,18 +365,45 @@ def _spec_kind(kind: str) -> types_pb2.SpecKind:
     return number
 
 
+def pool_mapping(mapping: FileMapping | CudaIpcMapping) -> types_pb2.PoolMapping:
+    """Where one rank's bytes are."""
+    message = types_pb2.PoolMapping(num_bytes=mapping.nbytes)
+    if isinstance(mapping, FileMapping):
+        message.file.path = mapping.path
+        message.file.huge_pages = mapping.huge_pages
+        return message
+    message.cuda_ipc.CopyFrom(
+        types_pb2.CudaIpcMapping(
+            device_index=mapping.device_index,
+            device_uuid=mapping.device_uuid,
+            handle=mapping.handle,
+            offset_bytes=mapping.offset_bytes,
+            ref_counter_handle=mapping.ref_counter_handle,
+            ref_counter_offset=mapping.ref_counter_offset,
+            event_handle=mapping.event_handle,
+            event_sync_required=mapping.event_sync_required,
+        )
+    )
+    return message
+
+
 def pool_description(
-    config: DepotConfig, layers: list[LayerLayout], *, path: str, nbytes: int
+    config: DepotConfig,
+    layers: list[LayerLayout],
+    mappings: Sequence[FileMapping | CudaIpcMapping],
 ) -> types_pb2.PoolDescription:
-    """What clients need to know of the pool; ``path`` is empty when it holds no bytes."""
+    """What clients need to know of the pool; no ``mappings``: it holds no bytes."""
+    zeroed = config.kv_cache.zeroed_group_ids
     return types_pb2.PoolDescription(
         fingerprint=config.fingerprint,
         num_blocks=config.kv_cache.num_blocks,
-        groups=[kv_cache_group(group) for group in config.kv_cache.groups],
+        groups=[
+            kv_cache_group(group, needs_zeroing=number in zeroed)
+            for number, group in enumerate(config.kv_cache.groups)
+        ],
         layout=_LAYOUTS[config.layout],
         layers=[layer_layout(layer) for layer in layers],
-        mapping_path=path,
-        mapping_bytes=nbytes,
+        mappings=[pool_mapping(mapping) for mapping in mappings],
         hash_scheme=config.hash_scheme,
         hash_seed=config.hash_seed,
         hash_block_size=config.hash_block_size,
@@ -384,6 +412,8 @@ def pool_description(
         scheduler_block_size=config.scheduler_block_size,
         decode_context_parallel_size=config.dcp_world_size,
         prefill_context_parallel_size=config.pcp_world_size,
+        tensor_parallel_size=config.tensor_parallel_size,
+        tensor_parallel_rank=config.tensor_parallel_rank,
     )
 
 

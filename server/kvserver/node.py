@@ -79,8 +79,7 @@ class Node:
         self.pool: types_pb2.PoolDescription = convert.pool_description(
             depot.config,
             [] if memory is None else layer_layouts(depot.config),
-            path="" if memory is None else memory.path,
-            nbytes=0 if memory is None else memory.nbytes,
+            [] if memory is None else memory.mappings,
         )
         # Of leases by session id, of quarantines and drains by ("quarantine" or "drain", id).
         self._deadlines = Deadlines(clock)

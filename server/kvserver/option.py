@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import field
 from typing import Any
 
+from kvcore.memory import Device, parse_devices
+
 
 def option(default: Any, parse: Callable[[Any], Any], text: str, metavar: str = "") -> Any:
     """A field of a configuration. ``parse`` raises ValueError."""
@@ -51,6 +53,11 @@ def text(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise ValueError(f"must be text, got {value!r}")
     return str(value)
+
+
+def devices(value: Any) -> tuple[Device, ...]:
+    """Devices, one a rank."""
+    return parse_devices(text(value))
 
 
 def choice(*choices: str) -> Callable[[Any], str]:

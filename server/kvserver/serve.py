@@ -17,7 +17,7 @@ import uvloop
 
 from kvcore.depot import Depot
 from kvcore.errors import KVDepotError, ResourceExhausted
-from kvcore.memory import PoolMemory, remove_abandoned
+from kvcore.memory import FileMemory, PoolMemory, remove_abandoned
 from kvcore.spec import DepotConfig, why_never_hit
 from kvserver import admin, cache, event, headroom, health, reflect, sockets, transfer
 from kvserver.config import ConfigError, ServerConfig, split_address
@@ -54,7 +54,8 @@ class Server:
         keeps_bytes = not config.no_memory and depot_config.kv_cache.block_bytes > 0
         memory = _make_memory(config, depot_config) if keeps_bytes else None
         try:
-            depot = Depot(depot_config)
+            poison = memory.poison if config.poison and memory is not None else None
+            depot = Depot(depot_config, poison=poison)
         except BaseException:
             if memory is not None:
                 memory.close()
@@ -144,6 +145,8 @@ class Server:
             self._bind(f"unix:{config.uds}", "--uds")
             Path(config.uds).chmod(0o660)
         await self._grpc.start()
+        if node.memory is not None:
+            _tell_where(config, node.memory)
 
     def _bind(self, address: str, option: str) -> int:
         try:
@@ -224,14 +227,22 @@ def _require_room_for_books(config: ServerConfig, depot_config: DepotConfig) -> 
 
 
 def _make_memory(config: ServerConfig, depot_config: DepotConfig) -> PoolMemory:
-    directory = config.mapping_directory()
+    on_cpu = config.device[0].index is None
+    directory = config.mapping_directory() if on_cpu else ""
     try:
-        for path in remove_abandoned(directory):
+        for path in remove_abandoned(directory) if on_cpu else ():
             logger.info("removed %s, which a server that died had left", path)
-        return PoolMemory(depot_config, directory, name=f"{os.getpid()}-{secrets.token_hex(4)}")
+        return PoolMemory(
+            depot_config,
+            directory,
+            name=f"{os.getpid()}-{secrets.token_hex(4)}",
+            devices=config.device,
+            huge_pages=not config.no_huge_pages,
+        )
     except ResourceExhausted as error:
+        where = "--mapping-dir" if on_cpu else "--device"
         raise ConfigError(
-            f"{error.message} (--num-blocks, --capacity-tokens or --memory-bytes; --mapping-dir)"
+            f"{error.message} (--num-blocks, --capacity-tokens or --memory-bytes; {where})"
         ) from None
     except OverflowError:
         raise ConfigError(
@@ -241,6 +252,25 @@ def _make_memory(config: ServerConfig, depot_config: DepotConfig) -> PoolMemory:
     except OSError as error:
         reason = error.strerror if Path(directory).is_dir() else "there is no such directory"
         raise ConfigError(f"--mapping-dir: cannot keep the pool in {directory}: {reason}") from None
+
+
+def _tell_where(config: ServerConfig, memory: PoolMemory) -> None:
+    """What was obtained, in the log."""
+    first = memory.ranks[0]
+    if not isinstance(first, FileMemory):
+        logger.info(
+            "the pool: %d bytes on each of %s", memory.nbytes, ", ".join(map(str, config.device))
+        )
+        return
+    if first.huge_bytes:
+        pages = f"{first.huge_bytes} of them in huge pages"
+    elif config.no_huge_pages:
+        pages = "no huge pages (--no-huge-pages)"
+    else:
+        pages = (
+            "no huge pages: its filesystem gives none (a tmpfs does if mounted with huge=advise)"
+        )
+    logger.info("the pool: %d bytes in %s, %s", memory.nbytes, memory.path, pages)
 
 
 async def _serve(config: ServerConfig) -> None:

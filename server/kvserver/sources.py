@@ -158,6 +158,10 @@ def _check(config: ServerConfig, sources: Mapping[str, str]) -> None:
         if less > more:
             low, high = (sources.get(name, flag_of(name)) for name in (low, high))
             raise ConfigError(f"{low} {less:.12g} is more than {high} {more:.12g}")
+    if config.poison and config.no_memory:
+        raise ConfigError(
+            f"{sources['poison']}: there are no bytes to poison with {sources['no_memory']}"
+        )
     config.kv_cache_groups()  # whose errors say where
     try:
         config.depot_config()

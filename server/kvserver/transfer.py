@@ -37,7 +37,9 @@ class TransferService:
         self._stall_seconds = stall_seconds
         config = node.depot.config
         self._hash_bytes = make_scheme(config.hash_scheme, config.hash_seed).digest_size
-        self._block_bytes = [group.block_bytes for group in config.kv_cache.groups]
+        self._block_bytes = [
+            config.num_ranks * group.block_bytes for group in config.kv_cache.groups
+        ]
 
     def handlers(self) -> dict[str, Handler]:
         """The service's methods by name."""

@@ -44,7 +44,7 @@ Serve = Callable[..., ServerProcess]
 
 @pytest.fixture(scope="module")
 def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    """Starts servers; keywords are the flags. All stop with the module."""
+    """Starts servers; keywords are the flags, True sets one. All stop with the module."""
     running: list[ServerProcess] = []
 
     def start(**options: Any) -> ServerProcess:
@@ -57,7 +57,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
         }
         argv = [sys.executable, "-m", "kvserver", "--no-metrics"]
         for name, value in (flags | options).items():
-            argv += [f"--{name.replace('_', '-')}", str(value)]
+            argv += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
         log = directory / "stderr"
         with log.open("wb") as stderr:
             process = subprocess.Popen(

@@ -193,6 +193,62 @@ def test_slots_are_written_and_read_in_every_kind(serve: Any, kind: str) -> None
     assert not pool.layer_bytes("a")[0].any()
 
 
+def three_groups(serve: Any, layout: str) -> Any:
+    """Full attention, a window and a Mamba state: one layer each at the same place."""
+    heads = {"block_size": 4, "num_kv_heads": 1, "head_size": 16}
+    groups = [
+        heads | {"kind": "full_attention", "layer_names": ["f0", "f1"]},
+        heads | {"kind": "sliding_window", "layer_names": ["w"], "sliding_window": 8},
+        {"kind": "mamba", "layer_names": ["m"], "block_size": 4, "shapes": [[4]]}
+        | {"dtypes": ["float32"], "page_size_padded": 256, "mamba_cache_mode": "all"},
+    ]
+    return serve(model="mine", groups=json.dumps(groups), num_blocks=9, layout=layout)
+
+
+def test_what_a_kernel_is_given(serve: Any) -> None:
+    with three_groups(serve, "block").client() as client:
+        pool = map_pool(client.describe_pool())
+    table = pool.block_table([[0, 0, 5], [3]], width=4)
+    assert table.dtype is torch.int32
+    assert table.tolist() == [[0, 0, 5, 0], [3, 0, 0, 0]]
+    # Two requests: three tokens across the end of a window's null blocks, and one.
+    slots = pool.slot_mapping([[0, 0, 5], [3]], [7, 2], [3, 1], group=1, pad_to=6)
+    assert slots.dtype is torch.int64
+    assert slots.tolist() == [-1, 20, 21, 14, -1, -1]
+    assert pool.slot_mapping([], [], []).tolist() == []
+    for group, tables, pad_to, field in (
+        (2, [[1]], None, "group"),
+        (3, [[1]], None, "group"),
+        (0, [[1]], 1, "pad_to"),
+    ):
+        with pytest.raises(InvalidArgument) as caught:
+            pool.slot_mapping(tables, [0], [2], group=group, pad_to=pad_to)
+        assert caught.value.field == field
+
+
+@pytest.mark.parametrize("layout", ["block", "layer"])
+def test_new_blocks_are_zeroed_in_their_group_only(serve: Any, layout: str) -> None:
+    with three_groups(serve, layout).client() as client:
+        description = client.describe_pool()
+    # As in vLLM: full attention, where Mamba states may have lain.
+    assert [group.needs_zeroing for group in description.groups] == [True, False, False]
+    pool = map_pool(description)
+    for name in ("f0", "f1"):
+        pool.layer_bytes(name)[:] = 7
+    pool.zero_blocks(0, [2, 8])
+    for name in ("f0", "f1", "w"):
+        written = pool.layer_bytes(name).any(axis=(1, 2, 3)).tolist()
+        assert written == [True, True, False, True, True, True, True, True, False]
+    pool.zero_blocks(1, [3])  # the window's layer lies where the first of full attention does
+    assert not pool.layer_bytes("f0")[3].any()
+    assert pool.layer_bytes("f1")[3].all()
+    for group, block_ids, field in ((0, [0], "block_ids"), (0, [9], "block_ids"), (3, [], "group")):
+        with pytest.raises(InvalidArgument) as caught:
+            pool.zero_blocks(group, block_ids)
+        assert caught.value.field == field
+    assert pool.layer_bytes("f0")[0].all()
+
+
 def test_layers_of_one_group_may_differ(serve: Any) -> None:
     spec = {"kind": "full_attention", "block_size": 4, "num_kv_heads": 1, "head_size": 64}
     groups = [{"kind": "uniform", "layers": {"a": spec, "b": spec | {"head_size_v": 32}}}]
@@ -229,17 +285,19 @@ def test_no_such_layer(server: Any, layer: str | int) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"mapping_path": ""}, "NO_MAPPING"),
-        ({"mapping_path": "/nowhere/at/all"}, "MAPPING_UNREACHABLE"),
-        ({"mapping_bytes": 1}, "MAPPING_MISMATCH"),
+        (None, "NO_MAPPING"),
+        ({"path": "/nowhere/at/all"}, "MAPPING_UNREACHABLE"),
+        ({"nbytes": 1}, "MAPPING_MISMATCH"),
     ],
     ids=["no-bytes", "another-host", "another-size"],
 )
-def test_what_cannot_be_mapped(server: Any, change: dict[str, Any], reason: str) -> None:
+def test_what_cannot_be_mapped(server: Any, change: dict[str, Any] | None, reason: str) -> None:
     with server.client() as client:
         description: PoolDescription = client.describe_pool()
+    (mapping,) = description.mappings
+    changed = () if change is None else (dataclasses.replace(mapping, **change),)
     with pytest.raises(FailedPrecondition) as caught:
-        map_pool(dataclasses.replace(description, **change))
+        map_pool(dataclasses.replace(description, mappings=changed))
     assert caught.value.reason == reason
 
 

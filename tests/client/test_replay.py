@@ -205,7 +205,8 @@ def test_groups_of_several_kinds_are_right_byte_for_byte(
 
 
 CONFIGS = {
-    "states-at-steps": """
+    "states-at-steps, zeroed where poisoned": """
+poison: true
 groups:
   - {kind: full_attention, layer_names: [a], block_size: 16, num_kv_heads: 1, head_size: 16}
   - kind: mamba
@@ -216,7 +217,8 @@ groups:
     page_size_padded: 1024
     mamba_cache_mode: align
 """,
-    "chunks": """
+    "chunks, poisoned": """
+poison: true
 layout: layer
 groups:
   - {kind: full_attention, layer_names: [a, b], block_size: 16, num_kv_heads: 1, head_size: 16}
@@ -239,7 +241,8 @@ prefix-cache-retention-interval: null
 groups:
   - {kind: rswa, layer_names: [a], block_size: 16, num_kv_heads: 1, head_size: 16, rswa_window: 20}
 """,
-    "few-windows-kept": """
+    "few-windows-kept, poisoned": """
+poison: true
 prefix-cache-retention-interval: 512
 use-eagle: true
 groups:

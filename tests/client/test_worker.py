@@ -40,6 +40,11 @@ class FakePool:
     def layer_bytes(self, name: str) -> Any:
         return self.layers[name]
 
+    def zero_blocks(self, group: int, block_ids: list[int]) -> None:
+        for layout in self.description.layers:
+            if layout.name in self.description.groups[group].layer_names:
+                self.layers[layout.name][block_ids] = 0
+
     def words(self, name: str) -> Any:
         return self.layers[name].view(np.uint64)
 
@@ -134,6 +139,23 @@ def test_the_null_block_is_never_read_or_written() -> None:
     pool.layers["full.1"][0, 0, 0, 0] = 1
     with pytest.raises(WrongBytes, match="the null block was written"):
         worker.check_null_block()
+
+
+def test_new_blocks_are_zeroed_before_they_are_written() -> None:
+    plain = describe(full(1), MAMBA_ALL)
+    groups = (dataclasses.replace(plain.groups[0], needs_zeroing=True), plain.groups[1])
+    pool = FakePool(dataclasses.replace(plain, groups=groups))
+    worker = make_worker(pool)
+    pages = pool.layers["full.0"]
+    pages[1:] = 0xFF
+    span = Span("a", 0, VALUES[:6], [5, 2])
+    worker.execute(StepWork(1, new_blocks=[(0, [5, 2])], writes=[span]))
+    assert not pages[2, :, 2:].any()
+    assert (pages[3] == 0xFF).all()
+    worker.execute(StepWork(2, finished=[span]))
+    pages[2, 1, 3, 7] = 1
+    with pytest.raises(WrongBytes, match="token 6, block 2: other bytes than zeros"):
+        worker.execute(StepWork(3, finished=[span]))
 
 
 # --- which rows a request touches -----------------------------------------------------

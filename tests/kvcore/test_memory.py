@@ -164,17 +164,56 @@ def test_too_small_a_filesystem_is_refused(tmp_path: Path, monkeypatch: pytest.M
         os.ftruncate(fd, length // 2)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(memory.os, "posix_fallocate", full)
+    monkeypatch.setattr(memory.file.os, "posix_fallocate", full)
     with pytest.raises(ResourceExhausted, match=r"needs \d+ bytes, but .* has room for \d+"):
         PoolMemory(config_of("block"), str(tmp_path), name="test")
     assert list(tmp_path.iterdir()) == []
+
+
+_MOUNTED = """
+import os, sys
+from kvcore.memory import FileMemory
+memory = FileMemory(5 << 20, sys.argv[1], name="test", huge_pages=sys.argv[2] == "on")
+mapping = memory.mapping
+assert not any(memory.read(0, 5 << 20))
+print(memory.huge_bytes, mapping.huge_pages, os.stat(memory.path).st_blocks * 512 >= 5 << 20)
+memory.close()
+assert os.listdir(sys.argv[1]) == []
+"""
+
+
+@pytest.mark.parametrize(
+    ("mounted", "huge_pages", "obtained"),
+    [
+        pytest.param("advise", "on", "4194304 True True", id="on advice"),
+        pytest.param("within_size", "on", "4194304 True True", id="where they fit"),
+        pytest.param("advise", "off", "0 False True", id="not asked for"),
+        pytest.param("never", "on", "0 False True", id="not given"),
+    ],
+)
+def test_huge_pages(tmp_path: Path, mounted: str, huge_pages: str, obtained: str) -> None:
+    # In a mount namespace of its own, which ends with the command.
+    mount = f"mount -t tmpfs -o huge={mounted},size=16m tmpfs {tmp_path}"
+    inside = ["unshare", "--mount", "sh", "-c"]
+    if subprocess.run([*inside, mount], capture_output=True, check=False).returncode:
+        pytest.skip("may not mount a tmpfs with huge pages here")
+    command = [sys.executable, "-c", _MOUNTED, str(tmp_path), huge_pages]
+    ran = subprocess.run(
+        [*inside, f'{mount} && exec "$@"', "sh", *command],
+        check=True,
+        timeout=60,
+        text=True,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert ran.stdout.strip() == obtained
 
 
 def test_other_failures_are_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(fd: int, offset: int, length: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(memory.os, "posix_fallocate", broken)
+    monkeypatch.setattr(memory.file.os, "posix_fallocate", broken)
     with pytest.raises(OSError, match="Input/output"):
         PoolMemory(config_of("block"), str(tmp_path), name="test")
     assert list(tmp_path.iterdir()) == []

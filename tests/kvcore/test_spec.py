@@ -59,6 +59,16 @@ def test_memory_utilization() -> None:
         pytest.param(
             lambda: DepotConfig(KVCacheConfig(2, (QWEN2,)), layout="heap"), "layout", id="layout"
         ),
+        pytest.param(
+            lambda: DepotConfig(
+                KVCacheConfig(2, (QWEN2,)),
+                tensor_parallel_size=2,
+                tensor_parallel_rank=1,
+                num_ranks=2,
+            ),
+            "tensor_parallel_rank",
+            id="ranks beyond the group",
+        ),
     ],
 )
 def test_refused(make: object, field: str) -> None:
@@ -78,5 +88,8 @@ def test_fingerprint_tells_contents_apart() -> None:
         DepotConfig(pool, model="a", weights_revision="2"),
         DepotConfig(pool, model="a", hash_seed="1"),
         DepotConfig(pool, model="a", hash_scheme="sha256_cbor"),
+        DepotConfig(pool, model="a", tensor_parallel_size=2),
+        DepotConfig(pool, model="a", tensor_parallel_size=2, tensor_parallel_rank=1),
+        DepotConfig(pool, model="a", tensor_parallel_size=2, num_ranks=2),
     ]
-    assert len({base.fingerprint, *(other.fingerprint for other in others)}) == 5
+    assert len({base.fingerprint, *(other.fingerprint for other in others)}) == 8

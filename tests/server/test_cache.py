@@ -19,7 +19,7 @@ def test_opening_describes_the_pool(served: Served) -> None:
     assert [group.spec.block_size for group in pool.groups] == [BLOCK_SIZE]
     assert pool.groups[0].spec.kind == types_pb2.SPEC_KIND_FULL_ATTENTION
     assert [layer.name for layer in pool.layers] == list(pool.groups[0].layer_names)
-    assert pool.mapping_bytes == 33 * BLOCK_SIZE * 128
+    assert pool.mappings[0].num_bytes == 33 * BLOCK_SIZE * 128
     assert served.stats().num_sessions == 1
 
 

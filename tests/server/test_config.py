@@ -43,6 +43,17 @@ def test_precedence(
         pytest.param([], {"KVDEPOT_NUM_BLOCKS": "1"}, "KVDEPOT_NUM_BLOCKS", id="environment"),
         pytest.param(["--watermark", "nan"], {}, "--watermark", id="not a real number"),
         pytest.param(["--model", "gpt-9"], {}, "--model", id="unknown preset"),
+        pytest.param(
+            ["--poison"], {"KVDEPOT_NO_MEMORY": "1"}, "--poison: there are no", id="no bytes"
+        ),
+        pytest.param(["--device", "gpu"], {}, "--device: must be cpu, cuda:N", id="no device"),
+        pytest.param([], {"KVDEPOT_DEVICE": "cuda:1,1"}, "KVDEPOT_DEVICE", id="a device twice"),
+        pytest.param(
+            ["--device", "cuda:0,1", "--tensor-parallel-size", "2", "--tensor-parallel-rank", "1"],
+            {},
+            "--tensor-parallel-rank: a pool of 2 ranks",
+            id="ranks beyond the group",
+        ),
         pytest.param([], {"KVDEPOT_NO_MEMORY": "maybe"}, "KVDEPOT_NO_MEMORY", id="boolean"),
         pytest.param(["--listen", "50051"], {}, "--listen", id="no host"),
         pytest.param(["--listen", "::1:5"], {}, "--listen", id="bare IPv6"),
@@ -206,3 +217,12 @@ def test_an_open_bind_is_possible_when_asked_for() -> None:
 def test_addresses(address: str, split: tuple[str, int], loopback: bool) -> None:
     assert split_address(address, option="--listen") == split
     assert is_loopback(split[0]) is loopback
+
+
+def test_a_device_is_a_rank() -> None:
+    flags = ["--device", "cuda:2,0", "--tensor-parallel-size", "4", "--tensor-parallel-rank", "2"]
+    config = parse(flags, {}).depot_config()
+    assert (config.tensor_parallel_size, config.tensor_parallel_rank, config.num_ranks) == (4, 2, 2)
+    assert parse(flags[:2], {}).depot_config().tensor_parallel_size == 2
+    assert config.medium == "GPU"
+    assert parse([], {}).depot_config().medium == "CPU"

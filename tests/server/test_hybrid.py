@@ -226,7 +226,7 @@ def test_a_pool_without_a_cache_serves_sessions(serve: Serve) -> None:
     )
     served = serve(model="mine", groups=groups, no_prefix_caching=True)
     scheduler = served.open()
-    assert scheduler.opened.pool.mapping_path == ""
+    assert not scheduler.opened.pool.mappings
     admitted = scheduler.allocate(
         "a", content=cache_pb2.RequestContent(tokens=tokens(*range(8))), num_new_tokens=8
     )

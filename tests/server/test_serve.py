@@ -105,7 +105,7 @@ def test_a_day_of_the_process(start: Start, tmp_path: Path, number: signal.Signa
         for watch in watches:
             assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
         scheduler = Scheduler(cache_pb2_grpc.KVCacheServiceStub(channel))
-        assert Path(scheduler.opened.pool.mapping_path).parent == tmp_path
+        assert Path(scheduler.opened.pool.mappings[0].file.path).parent == tmp_path
         assert scheduler.opened.epoch == process.epoch
         follower = event_pb2_grpc.KVEventServiceStub(channel).StreamEvents(
             event_pb2.StreamEventsRequest(), timeout=30
@@ -204,6 +204,11 @@ def test_a_second_signal_skips_the_grace(start: Start) -> None:
         ),
         pytest.param(
             ["--num-layers", "4096", "--num-kv-heads", "4096"], "--mapping-dir", id="no room"
+        ),
+        pytest.param(
+            ["--device", "cuda:99"],
+            "--device: cuda:99 cannot be had: ",
+            id="no device",
         ),
     ],
 )

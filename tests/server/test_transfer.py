@@ -49,7 +49,7 @@ def test_bytes_written_through_the_mapping_are_pulled(serve: Serve, layout: str)
     pool = scheduler.opened.pool
     page = pool.groups[0].spec.page_size_bytes
     block_ids = list(slots.new_blocks[0].ids)[:2]
-    with Path(pool.mapping_path).open("r+b") as mapping:
+    with Path(pool.mappings[0].file.path).open("r+b") as mapping:
         for block_id in block_ids:
             for number, layer in enumerate(pool.layers):
                 mapping.seek(layer.offset_bytes + block_id * layer.block_stride_bytes)
@@ -222,7 +222,7 @@ def test_a_file_cut_short_is_told_and_the_server_goes_on(served: Served) -> None
     scheduler = served.open()
     scheduler.admit("a", PROMPT)
     scheduler.cache("a", 10)
-    os.truncate(scheduler.opened.pool.mapping_path, 100)
+    os.truncate(scheduler.opened.pool.mappings[0].file.path, 100)
     hashes = ready_hashes(served)
     detail = refused(lambda: pull(served, hashes), grpc.StatusCode.DATA_LOSS)
     assert detail.reason == "MAPPING_TRUNCATED"

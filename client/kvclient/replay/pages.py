@@ -114,6 +114,13 @@ class GroupPages:
             read += len(piece.block_ids)
         return read
 
+    def require_zeros_behind(self, span: Span, what: str) -> None:
+        """WrongBytes if anything lies behind the span in its last block."""
+        stop = span.start + len(span.values)
+        offset = stop % self.block_size
+        if offset and any(pages[span.block_ids[-1], :, offset:].any() for pages, _ in self._layers):
+            raise self._wrong(span, stop, span.block_ids[-1], what)
+
     def split(self, span: Span, filled: set[int]) -> tuple[Span, Span | None]:
         """A span up to its first block in ``filled``, and from there on."""
         for index, block_id in enumerate(span.block_ids):

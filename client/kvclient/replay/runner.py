@@ -76,6 +76,8 @@ class Runner:
     def _require_room(self, pool: PoolDescription, requests: Sequence[TraceRequest]) -> None:
         """ReplayError when a request could never run, or where no bytes are to write."""
         if self._settings.with_bytes and not pool.mapping_path:
+            if pool.mappings:
+                raise ReplayError("the server's bytes are on a CUDA device: add --no-bytes")
             raise ReplayError("the server keeps no bytes (--no-memory): add --no-bytes")
         sizes = [num_computed_at_last(request, self._settings) for request in requests]
         largest = max(sizes)

@@ -356,6 +356,7 @@ class Scheduler:
         job.handle = answer.handle
         job.tables = RequestTables(self._pool, job.request.input_length)
         job.tables.admit(answer.hit_blocks, answer.new_blocks, num_hit)
+        self._zero(answer.new_blocks)
         job.num_computed = num_hit
         for rows in self._rows if num_hit else ():
             self._pipeline.work.hits.extend(job.reads(rows, num_hit))
@@ -368,9 +369,16 @@ class Scheduler:
         start = job.num_computed
         job.tables.skip(start)
         job.tables.grow(new_blocks)
+        self._zero(new_blocks)
         for rows in self._rows:
             self._pipeline.work.windows.extend(job.window(rows, start, start + count))
         self._written(job, count)
+
+    def _zero(self, new_blocks: Sequence[list[int]]) -> None:
+        """The worker zeroes them where the group needs it."""
+        for group, block_ids in enumerate(new_blocks):
+            if block_ids and self._pool.groups[group].needs_zeroing:
+                self._pipeline.work.new_blocks.append((group, block_ids))
 
     def _written(self, job: Job, count: int) -> None:
         start, stop = job.num_computed, job.num_computed + count

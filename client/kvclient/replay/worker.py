@@ -18,6 +18,7 @@ __all__ = ["Span", "StepWork", "Worker", "WrongBytes"]
 
 _WRONG_HIT = "a hit holds other bytes than its prefix demands"
 _WRONG_WINDOW = "the window of a running request holds other bytes than its prefix demands"
+_NOT_ZEROED = "other bytes than zeros lie behind its end"
 _LOST = "its computed bytes were lost before its end"
 
 
@@ -25,6 +26,7 @@ _LOST = "its computed bytes were lost before its end"
 class StepWork:
     """One step: what to verify, what to write, and then finished requests to read again.
 
+    ``new_blocks`` are a group's, where they are to be zeroed before they are written.
     ``hits`` are those of admissions, ``windows`` what running requests still look at in the
     groups that recycle blocks. ``num_tokens`` are computed.
     """
@@ -32,6 +34,7 @@ class StepWork:
     step: int = 0
     hits: list[Span] = field(default_factory=list)
     windows: list[Span] = field(default_factory=list)
+    new_blocks: list[tuple[int, list[int]]] = field(default_factory=list)
     writes: list[Span] = field(default_factory=list)
     finished: list[Span] = field(default_factory=list)
     num_tokens: int = 0
@@ -55,11 +58,17 @@ class Worker:
         self.blocks_in_windows = 0
         self.blocks_reread = 0
         self.tokens_written = 0
+        self._pool = pool
         self._attachment = attachment
         rng = random.Random(seed)
         self._groups = {
             rows.group: GroupPages(pool, rows, verify_sample=verify_sample, rng=rng)
             for rows in group_rows(pool.description)
+        }
+        self._zeroed = {
+            number
+            for number, group in enumerate(pool.description.groups)
+            if group.needs_zeroing and number in self._groups
         }
         self._null_block = self._read_null_block()
 
@@ -80,6 +89,8 @@ class Worker:
                 late.append(new)
         for span in work.windows:
             self.blocks_in_windows += self._verify(span, _WRONG_WINDOW)
+        for group, block_ids in work.new_blocks:
+            self._pool.zero_blocks(group, block_ids)
         for group, pages in self._groups.items():
             pages.write([span for span in work.writes if span.group == group])
         self.tokens_written += work.num_tokens
@@ -87,6 +98,8 @@ class Worker:
             self.blocks_verified += self._verify(span, _WRONG_HIT)
         for span in work.finished:
             self.blocks_reread += self._verify(span, _LOST)
+            if span.group in self._zeroed:
+                self._groups[span.group].require_zeros_behind(span, _NOT_ZEROED)
 
     def check_null_block(self) -> None:
         """WrongBytes if anybody wrote the null block since the start."""

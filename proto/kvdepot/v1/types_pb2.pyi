@@ -182,26 +182,65 @@ class KVCacheSpec(_message.Message):
     def __init__(self, kind: _Optional[_Union[SpecKind, str]] = ..., block_size: _Optional[int] = ..., page_size_bytes: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_size: _Optional[int] = ..., head_size_v: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_quant_mode: _Optional[_Union[KVQuantMode, str]] = ..., sliding_window: _Optional[int] = ..., attention_chunk_size: _Optional[int] = ..., rswa_window: _Optional[int] = ..., sink_len: _Optional[int] = ..., mamba_states: _Optional[_Iterable[_Union[MambaState, _Mapping]]] = ..., mamba_cache_mode: _Optional[_Union[MambaCacheMode, str]] = ..., num_speculative_blocks: _Optional[int] = ...) -> None: ...
 
 class KVCacheGroup(_message.Message):
-    __slots__ = ("spec", "layer_names", "layer_specs", "is_eagle_group")
+    __slots__ = ("spec", "layer_names", "layer_specs", "is_eagle_group", "needs_zeroing")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     LAYER_NAMES_FIELD_NUMBER: _ClassVar[int]
     LAYER_SPECS_FIELD_NUMBER: _ClassVar[int]
     IS_EAGLE_GROUP_FIELD_NUMBER: _ClassVar[int]
+    NEEDS_ZEROING_FIELD_NUMBER: _ClassVar[int]
     spec: KVCacheSpec
     layer_names: _containers.RepeatedScalarFieldContainer[str]
     layer_specs: _containers.RepeatedCompositeFieldContainer[KVCacheSpec]
     is_eagle_group: bool
-    def __init__(self, spec: _Optional[_Union[KVCacheSpec, _Mapping]] = ..., layer_names: _Optional[_Iterable[str]] = ..., layer_specs: _Optional[_Iterable[_Union[KVCacheSpec, _Mapping]]] = ..., is_eagle_group: bool = ...) -> None: ...
+    needs_zeroing: bool
+    def __init__(self, spec: _Optional[_Union[KVCacheSpec, _Mapping]] = ..., layer_names: _Optional[_Iterable[str]] = ..., layer_specs: _Optional[_Iterable[_Union[KVCacheSpec, _Mapping]]] = ..., is_eagle_group: bool = ..., needs_zeroing: bool = ...) -> None: ...
+
+class PoolMapping(_message.Message):
+    __slots__ = ("num_bytes", "file", "cuda_ipc")
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    CUDA_IPC_FIELD_NUMBER: _ClassVar[int]
+    num_bytes: int
+    file: FileMapping
+    cuda_ipc: CudaIpcMapping
+    def __init__(self, num_bytes: _Optional[int] = ..., file: _Optional[_Union[FileMapping, _Mapping]] = ..., cuda_ipc: _Optional[_Union[CudaIpcMapping, _Mapping]] = ...) -> None: ...
+
+class FileMapping(_message.Message):
+    __slots__ = ("path", "huge_pages")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    HUGE_PAGES_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    huge_pages: bool
+    def __init__(self, path: _Optional[str] = ..., huge_pages: bool = ...) -> None: ...
+
+class CudaIpcMapping(_message.Message):
+    __slots__ = ("device_index", "device_uuid", "handle", "offset_bytes", "ref_counter_handle", "ref_counter_offset", "event_handle", "event_sync_required")
+    DEVICE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    REF_COUNTER_HANDLE_FIELD_NUMBER: _ClassVar[int]
+    REF_COUNTER_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    EVENT_HANDLE_FIELD_NUMBER: _ClassVar[int]
+    EVENT_SYNC_REQUIRED_FIELD_NUMBER: _ClassVar[int]
+    device_index: int
+    device_uuid: str
+    handle: bytes
+    offset_bytes: int
+    ref_counter_handle: bytes
+    ref_counter_offset: int
+    event_handle: bytes
+    event_sync_required: bool
+    def __init__(self, device_index: _Optional[int] = ..., device_uuid: _Optional[str] = ..., handle: _Optional[bytes] = ..., offset_bytes: _Optional[int] = ..., ref_counter_handle: _Optional[bytes] = ..., ref_counter_offset: _Optional[int] = ..., event_handle: _Optional[bytes] = ..., event_sync_required: bool = ...) -> None: ...
 
 class PoolDescription(_message.Message):
-    __slots__ = ("fingerprint", "num_blocks", "groups", "layout", "layers", "mapping_path", "mapping_bytes", "hash_scheme", "hash_seed", "hash_block_size", "max_model_len", "enable_prefix_caching", "scheduler_block_size", "decode_context_parallel_size", "prefill_context_parallel_size")
+    __slots__ = ("fingerprint", "num_blocks", "groups", "layout", "layers", "mappings", "hash_scheme", "hash_seed", "hash_block_size", "max_model_len", "enable_prefix_caching", "scheduler_block_size", "decode_context_parallel_size", "prefill_context_parallel_size", "tensor_parallel_size", "tensor_parallel_rank")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
-    MAPPING_PATH_FIELD_NUMBER: _ClassVar[int]
-    MAPPING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAPPINGS_FIELD_NUMBER: _ClassVar[int]
     HASH_SCHEME_FIELD_NUMBER: _ClassVar[int]
     HASH_SEED_FIELD_NUMBER: _ClassVar[int]
     HASH_BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -210,13 +249,14 @@ class PoolDescription(_message.Message):
     SCHEDULER_BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     DECODE_CONTEXT_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_CONTEXT_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_PARALLEL_RANK_FIELD_NUMBER: _ClassVar[int]
     fingerprint: str
     num_blocks: int
     groups: _containers.RepeatedCompositeFieldContainer[KVCacheGroup]
     layout: PoolLayout
     layers: _containers.RepeatedCompositeFieldContainer[LayerLayout]
-    mapping_path: str
-    mapping_bytes: int
+    mappings: _containers.RepeatedCompositeFieldContainer[PoolMapping]
     hash_scheme: str
     hash_seed: str
     hash_block_size: int
@@ -225,7 +265,9 @@ class PoolDescription(_message.Message):
     scheduler_block_size: int
     decode_context_parallel_size: int
     prefill_context_parallel_size: int
-    def __init__(self, fingerprint: _Optional[str] = ..., num_blocks: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[KVCacheGroup, _Mapping]]] = ..., layout: _Optional[_Union[PoolLayout, str]] = ..., layers: _Optional[_Iterable[_Union[LayerLayout, _Mapping]]] = ..., mapping_path: _Optional[str] = ..., mapping_bytes: _Optional[int] = ..., hash_scheme: _Optional[str] = ..., hash_seed: _Optional[str] = ..., hash_block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., enable_prefix_caching: bool = ..., scheduler_block_size: _Optional[int] = ..., decode_context_parallel_size: _Optional[int] = ..., prefill_context_parallel_size: _Optional[int] = ...) -> None: ...
+    tensor_parallel_size: int
+    tensor_parallel_rank: int
+    def __init__(self, fingerprint: _Optional[str] = ..., num_blocks: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[KVCacheGroup, _Mapping]]] = ..., layout: _Optional[_Union[PoolLayout, str]] = ..., layers: _Optional[_Iterable[_Union[LayerLayout, _Mapping]]] = ..., mappings: _Optional[_Iterable[_Union[PoolMapping, _Mapping]]] = ..., hash_scheme: _Optional[str] = ..., hash_seed: _Optional[str] = ..., hash_block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., enable_prefix_caching: bool = ..., scheduler_block_size: _Optional[int] = ..., decode_context_parallel_size: _Optional[int] = ..., prefill_context_parallel_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., tensor_parallel_rank: _Optional[int] = ...) -> None: ...
 
 class ErrorDetail(_message.Message):
     __slots__ = ("reason", "retryable", "field", "current_epoch", "expected_op_seq")
