@@ -141,7 +141,7 @@ def test_reset_and_evict(at_work: tuple[str, Session]) -> None:
     assert refused.exit_code == 1
     assert "session engine-0 request runs (3 blocks)" in refused.stderr
     assert "BLOCKS_IN_USE" in refused.stderr
-    in_vain = kvdepot("reset", "--server", target, "--mode", "drain", "--timeout-s", "0.05")
+    in_vain = kvdepot("reset", "--server", target, "--mode", "drain", "--timeout-seconds", "0.05")
     assert "session engine-0 request runs (3 blocks) (DRAIN_ABANDONED)" in in_vain.stderr
     other = kvdepot("reset", "--server", target, "--cache-salt", "another")
     assert other.output == "reset; generation 1 has begun\n"

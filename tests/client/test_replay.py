@@ -159,7 +159,7 @@ def test_others_may_use_the_server_too(tmp_path: Path) -> None:
 
 def test_schedulers_go_on_after_the_server_was_killed(tmp_path: Path) -> None:
     options = ("--mapping-dir", str(tmp_path), "--capacity-tokens", "60000")
-    arguments = ("replay", "--requests", "120", "--reopen", "--lease-ttl-s", "20", "--json")
+    arguments = ("replay", "--requests", "120", "--reopen", "--lease-ttl-seconds", "20", "--json")
     with ThreadPoolExecutor() as threads:
         with server(*options) as (process, target):
             replay = threads.submit(kvdepot, *arguments, "--server", target)

@@ -80,7 +80,7 @@ def test_the_server_is_killed_and_restarted(processes: Processes, kills: int) ->
     server = processes.serve(**POOL | {"num_blocks": 2000})
     replay = processes.kvdepot(
         *("replay", "--server", server.target, "--requests", str(30 * (kills + 1))),
-        *("--reopen", "--lease-ttl-s", "20", "--max-running", "16", "--json"),
+        *("--reopen", "--lease-ttl-seconds", "20", "--max-running", "16", "--json"),
     )
     for _ in range(kills):
         wait_for_work(server)

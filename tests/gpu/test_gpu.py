@@ -55,7 +55,7 @@ def _serving(*flags: str, log: Path) -> Iterator[str]:
     with (
         log.open("wb") as stderr,
         subprocess.Popen(
-            [*command, "--drain-grace-s", "0", *flags],
+            [*command, "--drain-grace-seconds", "0", *flags],
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,

@@ -23,7 +23,7 @@ _LEASE_S = 30.0
 @click.option("--lora-name", help="Only content of this LoRA adapter.")
 @click.option("--cache-salt", help="Only content with this cache salt.")
 @click.option(
-    "--timeout-s",
+    "--timeout-seconds",
     type=click.FloatRange(0, min_open=True),
     help="How long a drain may take (default: the server's bound).",
 )
@@ -33,19 +33,19 @@ def reset(
     mode: str,
     lora_name: str | None,
     cache_salt: str | None,
-    timeout_s: float | None,
+    timeout_seconds: float | None,
     as_json: bool,
 ) -> None:
     """Empty the prefix cache, as after an update of the weights."""
-    if timeout_s is not None and mode != "drain":
-        raise click.UsageError("--timeout-s is for --mode drain")
+    if timeout_seconds is not None and mode != "drain":
+        raise click.UsageError("--timeout-seconds is for --mode drain")
     with (
         Client(target) as client,
         client.open_session("kvdepot reset", lease_ttl_s=_LEASE_S) as session,
         waiting("waiting for the blocks in use" if mode == "drain" else "reset"),
     ):
         generation = session.reset_prefix_cache(
-            mode, lora_name=lora_name, cache_salt=cache_salt, timeout_s=timeout_s
+            mode, lora_name=lora_name, cache_salt=cache_salt, timeout_s=timeout_seconds
         )
     if as_json:
         print_json({"generation": generation})

@@ -108,7 +108,8 @@ _WHOLE_BLOCK = 1 << 20  # a stride ends with its block anyway
     help="When a session is lost or the server is away, wait for it, open another and go on.",
 )
 @click.option(
-    "--lease-ttl-s",
+    "--lease-ttl-seconds",
+    "lease_ttl_s",
     type=click.FloatRange(0, min_open=True),
     help="How long a session may be silent (default: the server's).",
 )
