@@ -26,7 +26,7 @@ help:
 	@echo 'check      formatting, types, import directions, protos; changes nothing'
 	@echo 'fmt        put the sources in form'
 	@echo 'proto      regenerate the code beside the protos'
-	@echo 'bench      print the figures'
+	@echo 'bench      print the figures; JSON=1 writes them to benchmarks/results, too'
 	@echo 'oracle     compare with vLLM over SEEDS=$(SEEDS) random sequences'
 	@echo 'clean      remove caches and builds, but no virtual environment'
 

@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks import core, pull, rpc
+from benchmarks import core, crowd, pull, remote, rpc
 from benchmarks.pairs import Row, Settings, table
 
 PARTS: dict[str, Callable[[Settings], Iterator[Row]]] = {
     "core": core.rows,
     "rpc": rpc.rows,
+    "remote": remote.rows,
+    "crowd": crowd.rows,
     "pull": pull.rows,
 }
 QUICK = Settings(num_pairs=2, scale=0.05)

@@ -7,30 +7,33 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.pairs import Row, Samples, Settings, compare
+from benchmarks.workloads import POOL_SIZES
 
 ROOT = Path(__file__).resolve().parents[1]
 STOP_SECONDS = 20
 
 # Row, workload, samples a burst, target.
 ROWS = (
-    ("core: admit and free 1024 tokens, 0% hit", "admit 0%", 200, 1.0),
-    ("core: admit and free 1024 tokens, 50% hit", "admit 50%", 200, 1.0),
-    ("core: admit and free 1024 tokens, 100% hit", "admit 100%", 200, 1.0),
-    ("core: the same, every block evicts one", "evict", 200, 1.0),
-    ("core: decode step of 256 requests", "decode", 64, 1.0),
+    ("core: admit and free 1024 tokens, 0% hit", "admit 0%", 200, 0.7),
+    ("core: admit and free 1024 tokens, 50% hit", "admit 50%", 200, 0.7),
+    ("core: admit and free 1024 tokens, 100% hit", "admit 100%", 200, 0.7),
+    ("core: admit and free 1024 tokens, 0% hit, with events", "admit with events", 200, 0.7),
+    ("core: the same, every block evicts one", "evict", 200, 0.7),
+    ("core: decode step of 256 requests", "decode", 64, 0.7),
     (
         "core: full + sliding window, admit 1024 tokens, 0% hit",
         "hybrid admit 0%",
         200,
-        1.0,
+        0.7,
     ),
-    ("core: full + sliding window, admit 1024 tokens, 50% hit", "hybrid admit 50%", 200, 1.0),
-    ("core: full + sliding window, decode step of 256", "hybrid decode", 64, 1.0),
-    ("core: hash 8192 tokens (vLLM: sha256_cbor)", "hash", 20, 0.25),
+    ("core: full + sliding window, admit 1024 tokens, 50% hit", "hybrid admit 50%", 200, 0.7),
+    ("core: full + sliding window, decode step of 256", "hybrid decode", 64, 0.7),
+    ("core: hash 8192 tokens (vLLM: sha256_cbor)", "hash", 20, 0.2),
 )
 
 
@@ -85,24 +88,65 @@ class Worker:
         return [self.answer()]
 
 
-def rows(settings: Settings) -> Iterator[Row]:
-    """The rows, as they are measured."""
+def vllm_python() -> str:
+    """The interpreter of the environment that holds vLLM."""
     venv = Path(os.environ.get("KVDEPOT_ORACLE_VENV") or ROOT / ".oracle-venv")
     python = venv / "bin" / "python"
     if not python.exists():
         raise SystemExit(f"no vLLM at {venv}: make it with tests/oracle/setup.sh {venv}")
-    with ExitStack() as stack:
-        ours, theirs = (
-            stack.enter_context(Worker(executable, side))
-            for executable, side in ((sys.executable, "kvcore"), (str(python), "vllm"))
-        )
-        ours.answer(), theirs.answer()
-        for name, workload, full_samples, target in ROWS:
-            num_samples = settings.samples(full_samples)
-            yield from compare(
+    return str(python)
+
+
+@contextmanager
+def vllm_worker() -> Iterator[Worker]:
+    """vLLM's side, ready."""
+    with Worker(vllm_python(), "vllm") as worker:
+        worker.answer()
+        yield worker
+
+
+def rows(settings: Settings) -> Iterator[Row]:
+    """The rows, as they are measured."""
+    with vllm_worker() as theirs, Worker(sys.executable, "kvcore") as ours:
+        ours.answer()
+
+        def measure(
+            name: str,
+            workload: str,
+            num_samples: int,
+            *,
+            target: float | None,
+            unit: str = "us",
+            settings: Settings = settings,
+        ) -> Row:
+            (row,) = compare(
                 [name],
-                lambda w=workload, n=num_samples: ours.burst(w, n),  # type: ignore[misc]
-                lambda w=workload, n=num_samples: theirs.burst(w, n),  # type: ignore[misc]
+                lambda: ours.burst(workload, settings.samples(num_samples)),
+                lambda: theirs.burst(workload, settings.samples(num_samples)),
                 settings,
                 target=target,
+                unit=unit,
             )
+            return row
+
+        for name, workload, num_samples, target in ROWS:
+            yield measure(name, workload, num_samples, target=target)
+        by_size = []
+        for num_blocks in POOL_SIZES[:2] if settings.is_quick else POOL_SIZES:
+            name = f"core: admit 1024 tokens, every block evicts one of {num_blocks:,}"
+            by_size.append(measure(name, f"evict of {num_blocks}", 100, target=0.7))
+            yield by_size[-1]
+        # How much of its first time each side's last is.
+        smallest, largest = by_size[0], by_size[-1]
+        grown = (largest.ours / smallest.ours, largest.theirs / smallest.theirs)
+        yield Row(
+            "core: growth of that time, from the smallest pool to the largest",
+            grown[0] / grown[1],
+            1.0,
+            *grown,
+            "x",
+            *grown,
+        )
+        name = "core: memory of metadata, per block of a full pool"
+        once = replace(settings, num_pairs=1)
+        yield measure(name, "metadata", 1, target=1.0, unit="B", settings=once)

@@ -29,7 +29,9 @@ class KvcoreSide:
     def __init__(self) -> None:
         self.scheme = make_scheme("kvd_sha256", "0")
 
-    def make_manager(self, num_blocks: int, *, hybrid: bool) -> KVCacheManager:
+    def make_manager(
+        self, num_blocks: int, *, hybrid: bool = False, events: bool = False
+    ) -> KVCacheManager:
         full = FullAttentionSpec(BLOCK_SIZE, num_kv_heads=1, head_size=16)
         window = SlidingWindowSpec(
             BLOCK_SIZE, num_kv_heads=1, head_size=16, sliding_window=WINDOW_TOKENS
@@ -37,7 +39,8 @@ class KvcoreSide:
         groups = [KVCacheGroup(("layer",), full)]
         if hybrid:
             groups.append(KVCacheGroup(("window",), window))
-        return KVCacheManager(DepotConfig(KVCacheConfig(num_blocks, tuple(groups))))
+        config = DepotConfig(KVCacheConfig(num_blocks, tuple(groups)))
+        return KVCacheManager(config, enable_kv_cache_events=events)
 
     def make_request(self, request_id: str, tokens: list[int]) -> Request:
         extra = ExtraKeys()
@@ -48,6 +51,9 @@ class KvcoreSide:
 
     def set_running(self, request: Request) -> None:
         request.status = RequestStatus.RUNNING
+
+    def append_token(self, request: Request, token: int) -> None:
+        request.append(token.to_bytes(4, "little"))
 
     def make_hashing(self, tokens: list[int]) -> Callable[[], int]:
         data, num_tokens, extra = token_bytes(tokens), len(tokens), ExtraKeys()

@@ -19,6 +19,11 @@ class Settings:
     # Share of the samples that a full run takes.
     scale: float = 1.0
 
+    @property
+    def is_quick(self) -> bool:
+        """Whether figures do not matter."""
+        return self.scale < 1
+
     def samples(self, num_samples: int) -> int:
         """``num_samples``, scaled."""
         return max(4, int(num_samples * self.scale))
@@ -38,7 +43,7 @@ class Row:
     theirs_p99: float
 
 
-UNITS = {"us": 1e6, "ms": 1e3}
+UNITS = {"us": 1e6, "ms": 1e3, "B": 1, "x": 1}
 
 
 def percentile(samples: Samples, share: float) -> float:

@@ -31,7 +31,7 @@ from kvdepot.v1 import cache_pb2_grpc, types_pb2
 
 ROOT = Path(__file__).resolve().parents[1]
 CALLS = ("GetComputedBlocks", "AllocateSlots", "CacheBlocks", "Free")
-UNARY_TARGET = 1.5
+UNARY_TARGET = 1.25
 NUM_CYCLES = 60
 NUM_STEPS = 100
 
@@ -131,13 +131,15 @@ class Stream:
             pass
 
 
-def decode_steps(scheduler: Scheduler, num_steps: int) -> list[Samples]:
-    """One token more for each of DECODE_REQUESTS, in one Step; blocks are cached as they fill."""
-    handles = scheduler.admit(DECODE_REQUESTS)
-    computed = array("i", [DECODE_TOKENS + i % BLOCK_SIZE for i in range(DECODE_REQUESTS)])
-    ones = array("i", [1] * DECODE_REQUESTS).tobytes()
-    run = pb.Run(kind=pb.OPERATION_KIND_GROW, count=DECODE_REQUESTS)
-    tokens = array("I", range(DECODE_REQUESTS)).tobytes()
+def decode_steps(
+    scheduler: Scheduler, num_steps: int, num_requests: int = DECODE_REQUESTS
+) -> list[Samples]:
+    """One token more for each request, in one Step; blocks are cached as they fill."""
+    handles = scheduler.admit(num_requests)
+    computed = array("i", [DECODE_TOKENS + i % BLOCK_SIZE for i in range(num_requests)])
+    ones = array("i", [1] * num_requests).tobytes()
+    run = pb.Run(kind=pb.OPERATION_KIND_GROW, count=num_requests)
+    tokens = array("I", range(num_requests)).tobytes()
     stream = Stream(scheduler.stub.StepStream)
     samples: list[float] = []
     for _ in range(num_steps):
@@ -157,6 +159,16 @@ def decode_steps(scheduler: Scheduler, num_steps: int) -> list[Samples]:
         computed = array("i", [num_tokens + 1 for num_tokens in computed])
     stream.close()
     scheduler.free(handles)
+    return [samples]
+
+
+def empty_steps(scheduler: Scheduler, num_steps: int) -> list[Samples]:
+    """Steps that hold nothing."""
+    stream = Stream(scheduler.stub.StepStream)
+    samples: list[float] = []
+    for _ in range(num_steps):
+        timed(samples, stream.call, pb.StepRequest(context=scheduler.context()))
+    stream.close()
     return [samples]
 
 
@@ -210,6 +222,13 @@ def rows(settings: Settings) -> Iterator[Row]:
                 echoes,
                 settings,
                 target=UNARY_TARGET,
+            )
+            yield from compare(
+                ["rpc: StepStream, empty Step (empty stream echo)"],
+                lambda: empty_steps(scheduler, num_steps),
+                stream_echoes,
+                settings,
+                target=1.3,
             )
             yield from compare(
                 [f"rpc: StepStream, {DECODE_REQUESTS} requests decode (empty stream echo)"],

@@ -30,7 +30,9 @@ class VllmSide:
         register_all_kvcache_specs(None)
         self.hasher = get_request_block_hasher(BLOCK_SIZE, hash_function)
 
-    def make_manager(self, num_blocks: int, *, hybrid: bool) -> KVCacheManager:
+    def make_manager(
+        self, num_blocks: int, *, hybrid: bool = False, events: bool = False
+    ) -> KVCacheManager:
         full = FullAttentionSpec(
             block_size=BLOCK_SIZE, num_kv_heads=1, head_size=16, dtype=torch.bfloat16
         )
@@ -54,6 +56,7 @@ class VllmSide:
             scheduler_block_size=BLOCK_SIZE,
             hash_block_size=BLOCK_SIZE,
             enable_caching=True,
+            enable_kv_cache_events=events,
             log_stats=True,
         )
 
@@ -68,6 +71,9 @@ class VllmSide:
 
     def set_running(self, request: Request) -> None:
         request.status = RequestStatus.RUNNING
+
+    def append_token(self, request: Request, token: int) -> None:
+        request.append_output_token_ids(token)
 
     def make_hashing(self, tokens: list[int]) -> Callable[[], int]:
         request = self.make_request("hashed", tokens, hashed=False)

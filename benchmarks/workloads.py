@@ -5,9 +5,11 @@ The managers have the same methods; what differs is in a Side.
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
 from collections.abc import Callable
 from random import Random
-from time import thread_time
+from time import perf_counter, thread_time
 from typing import Any, Protocol
 
 BLOCK_SIZE = 16
@@ -21,16 +23,26 @@ DECODE_TOKENS = 1000
 WINDOW_TOKENS = 512
 
 
+LONG_TOKENS = 131_072
+POOL_SIZES = (1024, 10_240, 130_048, 1_048_576)
+
+
 class Side(Protocol):
     """One implementation."""
 
-    def make_manager(self, num_blocks: int, *, hybrid: bool) -> Any:
-        """Of full attention; ``hybrid``: and of a sliding window, in a group of its own."""
+    def make_manager(self, num_blocks: int, *, hybrid: bool = False, events: bool = False) -> Any:
+        """Of full attention; ``hybrid``: and of a sliding window, in a group of its own.
+
+        ``events``: its feed is recorded.
+        """
 
     def make_request(self, request_id: str, tokens: list[int]) -> Any:
         """A request whose blocks are hashed."""
 
     def set_running(self, request: Any) -> None: ...
+
+    def append_token(self, request: Any, token: int) -> None:
+        """The request has generated ``token``."""
 
     def make_hashing(self, tokens: list[int]) -> Callable[[], int]:
         """A function that hashes all blocks of ``tokens`` and answers their number."""
@@ -38,6 +50,9 @@ class Side(Protocol):
 
 class Workload:
     """Made once; each burst is prepared, then its operations are timed one by one."""
+
+    # CPU seconds: on a shared machine, the wall clock measures others.
+    clock = staticmethod(thread_time)
 
     def __init__(self, side: Side, num_samples: int) -> None:
         self.side = side
@@ -49,13 +64,13 @@ class Workload:
         return self.random.choices(range(VOCABULARY), k=num_tokens)
 
     def burst(self) -> list[float]:
-        """CPU seconds of each operation: on a shared machine, the wall clock measures others."""
+        """Seconds of each operation."""
         self.prepare()
-        operate, samples = self.operate, []
+        operate, clock, samples = self.operate, self.clock, []
         for index in range(self.num_samples):
-            began = thread_time()
+            began = clock()
             operate(index)
-            samples.append(thread_time() - began)
+            samples.append(clock() - began)
             self.between()
         self.finish()
         return samples
@@ -88,11 +103,13 @@ class Admit(Workload):
         num_hit_tokens: int = 0,
         evicting: bool = False,
         hybrid: bool = False,
+        events: bool = False,
     ) -> None:
         super().__init__(side, num_samples)
         num_prompts = 4 if evicting else num_samples + 2
         num_blocks = num_prompts * PROMPT_BLOCKS * (2 if hybrid else 1) + 1
-        self.manager = side.make_manager(num_blocks, hybrid=hybrid)
+        self.manager = side.make_manager(num_blocks, hybrid=hybrid, events=events)
+        self.events = events
         shared = self.tokens(num_hit_tokens)
         self.requests = [
             side.make_request(f"r{i}", shared + self.tokens(PROMPT_TOKENS - num_hit_tokens))
@@ -115,28 +132,134 @@ class Admit(Workload):
         new = manager.allocate_slots(request, PROMPT_TOKENS - num_hit_tokens, num_hit_tokens, hit)
         assert new is not None
         manager.free(request)
+        if self.events:
+            assert manager.take_events()
 
     def finish(self) -> None:
         self.manager.take_new_block_ids()
 
 
-class Decode(Workload):
-    """One token each for running requests of about 1000 tokens."""
+class Grown(Workload):
+    """As Admit with ``evicting``, in a full pool of ``num_blocks``."""
 
-    def __init__(self, side: Side, num_samples: int, *, hybrid: bool = False) -> None:
+    FILLED_TOKENS = 65_536
+
+    def __init__(self, side: Side, num_samples: int, num_blocks: int) -> None:
         super().__init__(side, num_samples)
+        self.manager = side.make_manager(num_blocks + 1)
+        num_left = num_blocks * BLOCK_SIZE
+        while num_left:
+            num_tokens = min(num_left, self.FILLED_TOKENS)
+            self.admit(side.make_request("filling", self.tokens(num_tokens)))
+            num_left -= num_tokens
+
+    def prepare(self) -> None:
+        self.requests = [
+            self.side.make_request(f"r{i}", self.tokens(PROMPT_TOKENS))
+            for i in range(self.num_samples)
+        ]
+
+    def admit(self, request: Any) -> None:
+        """Look up, allocate and free."""
+        hit, num_hit = self.manager.get_computed_blocks(request)
+        num_new = request.num_tokens - num_hit
+        assert self.manager.allocate_slots(request, num_new, num_hit, hit) is not None
+        self.manager.free(request)
+
+    def operate(self, index: int) -> None:
+        self.admit(self.requests[index])
+
+    def finish(self) -> None:
+        self.manager.take_new_block_ids()
+
+
+class AdmitHashed(Workload):
+    """A prompt as it comes: hash it, look it up, allocate, free. By the wall clock."""
+
+    clock = staticmethod(perf_counter)
+
+    def __init__(
+        self, side: Side, num_samples: int, *, num_tokens: int = PROMPT_TOKENS, hit: bool = False
+    ) -> None:
+        super().__init__(side, num_samples)
+        num_blocks = num_tokens // BLOCK_SIZE
+        self.manager = side.make_manager((num_samples + 2) * num_blocks + 1)
+        self.prompts = [self.tokens(num_tokens) for _ in range(1 if hit else num_samples)]
+        self.hit = hit
+
+    def prepare(self) -> None:
+        assert self.manager.reset_prefix_cache()
+        if self.hit:
+            self.operate(0)
+
+    def operate(self, index: int) -> None:
+        manager = self.manager
+        prompt = self.prompts[0 if self.hit else index]
+        request = self.side.make_request("r", prompt)
+        hit, num_hit = manager.get_computed_blocks(request)
+        assert manager.allocate_slots(request, len(prompt) - num_hit, num_hit, hit) is not None
+        manager.free(request)
+
+    def finish(self) -> None:
+        self.manager.take_new_block_ids()
+
+
+class Metadata(Workload):
+    """Bytes of bookkeeping a block, in a pool full of hits; no time is measured."""
+
+    NUM_BLOCKS = 1 << 16
+    PROMPT_TOKENS = 8192
+
+    def burst(self) -> list[float]:
+        gc.collect()
+        tracemalloc.start()
+        manager = self.side.make_manager(self.NUM_BLOCKS + 1)
+        for number in range(self.NUM_BLOCKS * BLOCK_SIZE // self.PROMPT_TOKENS):
+            request = self.side.make_request(f"r{number}", self.tokens(self.PROMPT_TOKENS))
+            assert manager.allocate_slots(request, self.PROMPT_TOKENS) is not None
+            manager.free(request)
+        manager.take_new_block_ids()
+        del request
+        gc.collect()
+        num_bytes, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return [num_bytes / self.NUM_BLOCKS] * self.num_samples
+
+
+class Decode(Workload):
+    """One token each for running requests of about 1000 tokens.
+
+    ``appending``: it is appended, too, which hashes the blocks that it fills; by the wall
+    clock.
+    """
+
+    def __init__(
+        self, side: Side, num_samples: int, *, hybrid: bool = False, appending: bool = False
+    ) -> None:
+        super().__init__(side, num_samples)
+        self.appending = appending
+        if appending:
+            self.clock = perf_counter
         num_tokens = DECODE_TOKENS + BLOCK_SIZE + num_samples
         num_blocks = DECODE_REQUESTS * (num_tokens // BLOCK_SIZE + 1)
         self.manager = side.make_manager(num_blocks * (2 if hybrid else 1) + 1, hybrid=hybrid)
-        self.requests = [
-            side.make_request(f"r{i}", self.tokens(num_tokens)) for i in range(DECODE_REQUESTS)
+        if not appending:
+            self.requests = self.make_requests([num_tokens] * DECODE_REQUESTS)
+
+    def make_requests(self, lengths: list[int]) -> list[Any]:
+        """Requests of so many tokens."""
+        return [
+            self.side.make_request(f"r{i}", self.tokens(num_tokens))
+            for i, num_tokens in enumerate(lengths)
         ]
 
     def prepare(self) -> None:
         assert self.manager.reset_prefix_cache()
-        for index, request in enumerate(self.requests):
-            # In each step, one in 16 begins a block.
-            num_tokens = DECODE_TOKENS + index % BLOCK_SIZE
+        # In each step, one in 16 begins a block.
+        lengths = [DECODE_TOKENS + i % BLOCK_SIZE for i in range(DECODE_REQUESTS)]
+        if self.appending:
+            self.requests = self.make_requests(lengths)
+        for num_tokens, request in zip(lengths, self.requests, strict=True):
             request.num_computed_tokens = 0
             assert self.manager.allocate_slots(request, num_tokens) is not None
             request.num_computed_tokens = num_tokens
@@ -144,6 +267,9 @@ class Decode(Workload):
 
     def operate(self, index: int) -> None:
         allocate_slots = self.manager.allocate_slots
+        if self.appending:
+            for token, request in enumerate(self.requests):
+                self.side.append_token(request, token)
         for request in self.requests:
             assert allocate_slots(request, 1) is not None
 
@@ -171,6 +297,7 @@ class Hash(Workload):
 WORKLOADS: dict[str, Callable[[Side, int], Workload]] = {
     "admit 0%": Admit,
     "admit 50%": lambda side, n: Admit(side, n, num_hit_tokens=PROMPT_TOKENS // 2),
+    "admit with events": lambda side, n: Admit(side, n, events=True),
     "admit 100%": lambda side, n: Admit(side, n, num_hit_tokens=PROMPT_TOKENS),
     "evict": lambda side, n: Admit(side, n, evicting=True),
     "decode": Decode,
@@ -180,4 +307,13 @@ WORKLOADS: dict[str, Callable[[Side, int], Workload]] = {
     ),
     "hybrid decode": lambda side, n: Decode(side, n, hybrid=True),
     "hash": Hash,
+    "metadata": Metadata,
+    "hash and admit 0%": AdmitHashed,
+    "hash and admit 100%": lambda side, n: AdmitHashed(side, n, hit=True),
+    "hash and admit long": lambda side, n: AdmitHashed(side, n, num_tokens=LONG_TOKENS),
+    "append and decode": lambda side, n: Decode(side, n, appending=True),
+    **{
+        f"evict of {num_blocks}": lambda side, n, num_blocks=num_blocks: Grown(side, n, num_blocks)
+        for num_blocks in POOL_SIZES
+    },
 }

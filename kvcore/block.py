@@ -3,34 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from kvcore.feed import StoredRun
-    from kvcore.hashing import ExtraKeys
-    from kvcore.view import PoolView
+    from kvcore.view import Pending, PoolView
 
 
 class KVCacheBlock:
-    """Bookkeeping of one block. The bytes lie in the pool's memory at ``block_id``."""
+    """Bookkeeping of one block. The bytes lie in the pool's memory at ``block_id``.
+
+    There are millions, so what few blocks have is kept beside them: extra keys by
+    BlockPool, what several views wait for by Holds.
+    """
 
     __slots__ = (
         "block_hash",
         "block_id",
         "content",
         "content_position",
-        "extra",
         "group",
         "held_by",
         "held_step",
-        "holds",
-        "is_null",
         "next_free",
-        "pending_step",
-        "pending_view",
+        "pending",
         "prev_free",
         "ref_cnt",
     )
+
+    is_null: ClassVar[bool] = False
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
@@ -38,19 +39,12 @@ class KVCacheBlock:
         self.block_hash: bytes | None = None
         # The KV cache group that block_hash belongs to.
         self.group = 0
-        # Of the request that registered block_hash.
-        self.extra: ExtraKeys | None = None
-        self.is_null = False
         # Set while block_hash is registered but its bytes are not known to be written.
-        self.pending_view: PoolView | None = None
-        self.pending_step = 0
+        self.pending: Pending | None = None
         # Set while the block is free but other views must not take it yet; the pool's
         # ``holds.several`` if more than one view holds it back.
         self.held_by: PoolView | None = None
         self.held_step = 0
-        # By view, the steps that the block waits for: when several views hold it back, and
-        # while it is in use, of those that held it back or released it.
-        self.holds: dict[PoolView, int] | None = None
         # What events say of the block, and where in it; None unless events are published.
         self.content: StoredRun | None = None
         self.content_position = 0
@@ -58,14 +52,21 @@ class KVCacheBlock:
         self.prev_free: KVCacheBlock | None = None
         self.next_free: KVCacheBlock | None = None
 
-    def is_awaited_beside(self, view: PoolView) -> bool:
-        """Whether a step of another view, not completed yet, may still use the block."""
-        return self.holds is not None and any(
-            other is not view and step > other.completed_step for other, step in self.holds.items()
-        )
+    @property
+    def pending_view(self) -> PoolView | None:
+        """The view whose step writes the bytes, until they are known to be written."""
+        return None if self.pending is None else self.pending.view
 
     def __repr__(self) -> str:
         return f"KVCacheBlock({self.block_id}, ref_cnt={self.ref_cnt})"
+
+
+class NullBlock(KVCacheBlock):
+    """Stands in tables where nothing is looked at; never counted, freed or cached."""
+
+    __slots__ = ()
+
+    is_null = True
 
 
 class FreeKVCacheBlockQueue:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from kvcore.block import FreeKVCacheBlockQueue, KVCacheBlock
+from kvcore.block import FreeKVCacheBlockQueue, KVCacheBlock, NullBlock
 from kvcore.errors import InvalidArgument
 from kvcore.events import MEDIUM, BlockRemoved
 from kvcore.feed import StoredBlocks
@@ -17,7 +17,7 @@ from kvcore.hashing import ExtraKeys
 from kvcore.holds import Holds
 from kvcore.partial_block import PartialHashes
 from kvcore.prefix_index import PrefixIndex
-from kvcore.request import Request
+from kvcore.request import NO_EXTRA_KEYS, Request
 from kvcore.residency import ResidencySampler
 from kvcore.spec import KVCacheConfig
 from kvcore.truth_feed import TruthFeed
@@ -55,9 +55,9 @@ class BlockPool:
         self.enable_kv_cache_events = enable_kv_cache_events
         self.publish_events = publish_events
         self.residency = residency
-        self.blocks = [KVCacheBlock(block_id) for block_id in range(config.num_blocks)]
-        self.null_block = self.blocks[0]
-        self.null_block.is_null = True
+        self.null_block: KVCacheBlock = NullBlock(0)
+        self.blocks: list[KVCacheBlock] = [self.null_block]
+        self.blocks += [KVCacheBlock(block_id) for block_id in range(1, config.num_blocks)]
         self.free_queue = FreeKVCacheBlockQueue(self.blocks[1:])
         self.sink_blocks = tuple(
             self._set_aside(group.manager_spec.num_sink_blocks) for group in config.groups
@@ -65,6 +65,8 @@ class BlockPool:
         self.num_sink_blocks = sum(map(len, self.sink_blocks))
         self.indexes = tuple(PrefixIndex() for _ in config.groups)
         self.partial = PartialHashes(self)
+        # By block id, of those whose content has any: the extra keys of who registered it.
+        self.extras: dict[int, ExtraKeys] = {}
         self.views: list[PoolView] = []
         # Free blocks held back by some view.
         self.num_held_blocks = 0
@@ -192,7 +194,7 @@ class BlockPool:
                 self.holds.keep_released(in_use, view)
         if self.holds.num_kept:
             for block in with_hash + without_hash:
-                if block.holds is not None:
+                if block.block_id in self.holds.by_block:
                     self.holds.resume(block)
 
     def cache_full_blocks(
@@ -239,10 +241,11 @@ class BlockPool:
                 self._drop_content(block)  # it has grown beyond what its hash says
             block.block_hash = block_hash
             block.group = group
-            block.extra = request.extra
             # The first copy is the usual case, which costs no call.
             if entries.setdefault(block_hash, block) is not block:
                 index.insert(block_hash, block)
+        if request.has_extra_keys:
+            self.extras.update((block.block_id, request.extra) for block in new_blocks)
         if self.publish_events:
             self.truth_feed.keep_content(
                 request,
@@ -291,7 +294,7 @@ class BlockPool:
                     self.truth_feed.entries.append(StoredBlocks(run, start, stop))
                     run = None
                 self.partial.confirm_aliases(block)
-            block.pending_view = None
+            block.pending = None
         if run is not None:
             self.truth_feed.entries.append(StoredBlocks(run, start, stop))
 
@@ -304,10 +307,14 @@ class BlockPool:
         elif self.residency is not None:
             self.residency.on_evicted(block)
 
+    def extra_of(self, block: KVCacheBlock) -> ExtraKeys:
+        """The extra keys of whoever registered the block's content."""
+        return self.extras.get(block.block_id, NO_EXTRA_KEYS)
+
     def forget_matching(self, matches: Callable[[ExtraKeys], bool]) -> None:
         """Forget every block whose content's extra keys match. Costs time per block."""
         for block in self.blocks:
-            if block.extra is not None and matches(block.extra):
+            if block.block_hash is not None and matches(self.extra_of(block)):
                 self._drop_content(block, "reset")
                 if block.ref_cnt == 0:
                     self.num_cached_blocks -= 1
@@ -335,12 +342,12 @@ class BlockPool:
         for index in self.indexes:
             index.entries.clear()
         self.partial.clear()
+        self.extras.clear()
         self.num_cached_blocks = 0
         for block in self.blocks:
             block.block_hash = None
-            block.extra = None
             block.content = None
-            block.pending_view = None
+            block.pending = None
         if self.residency is not None:
             self.residency.reset()
         if self.enable_kv_cache_events:
@@ -362,13 +369,14 @@ class BlockPool:
             del index.entries[block_hash]  # the usual case, without a call
         if self.enable_kv_cache_events:
             self.vllm_feed.events.append(BlockRemoved([block_hash], block.group, MEDIUM, reason))
-        was_readable = block.pending_view is None and block.content is not None
+        was_readable = block.pending is None and block.content is not None
         if was_readable and not (copies_left and index.is_ready_elsewhere(block_hash, block)):
             self.truth_feed.removed(block_hash, block.group, reason)
         partial = self.partial
         if partial.num_tokens_by_id or partial.aliases_by_id:
             partial.drop(block, was_readable=was_readable, reason=reason)
+        if self.extras:
+            self.extras.pop(block.block_id, None)
         block.block_hash = None
-        block.extra = None
         block.content = None
-        block.pending_view = None
+        block.pending = None

@@ -63,6 +63,7 @@ def _check_pool(pool: BlockPool, free_ids: list[int]) -> Iterable[str]:
                 if not named or block.group != group:
                     yield f"index: block {block.block_id} is under a hash that it does not have"
     held: Counter[int] = Counter()
+    holds = pool.holds.by_block
     for block in pool.blocks:
         name = f"block {block.block_id}"
         if block.ref_cnt < 0:
@@ -80,10 +81,10 @@ def _check_pool(pool: BlockPool, free_ids: list[int]) -> Iterable[str]:
         for alias in pool.partial.aliases(block):
             if not pool.indexes[block.group].holds(alias, block):
                 yield f"{name}: an alias of it is not in the index"
-        if block.block_hash is None and (block.content or block.pending_view or block.extra):
+        if block.block_hash is None and (
+            block.content or block.pending or block.block_id in pool.extras
+        ):
             yield f"{name}: has content or is pending without a hash"
-        if block.block_hash is not None and block.extra is None:
-            yield f"{name}: has a hash, and nothing says of which extra keys"
         if block.pending_view is not None and block.pending_view not in pool.views:
             yield f"{name}: pending for a view that is closed"
         if block.held_by is not None:
@@ -93,12 +94,12 @@ def _check_pool(pool: BlockPool, free_ids: list[int]) -> Iterable[str]:
             ):
                 yield f"{name}: held back, but not free or for a view that is closed"
         if (
-            block.holds is not None
+            block.block_id in holds
             and block.block_id in free
             and block.held_by is not pool.holds.several
         ):
             yield f"{name}: is free, and remembers who held it back before"
-    num_kept = sum(b.holds is not None and b.block_id not in free for b in pool.blocks)
+    num_kept = sum(block_id not in free for block_id in holds)
     if pool.holds.num_kept != num_kept:
         yield f"pool: counts {pool.holds.num_kept} kept holds, holds {num_kept}"
     num_cached = sum(pool.blocks[block_id].block_hash is not None for block_id in free)

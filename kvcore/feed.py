@@ -8,12 +8,24 @@ caused them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kvcore.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 
 RUN_BLOCKS_MAX = 32
 """A run's tokens are kept while one of its blocks holds content, so runs are short."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContentKind:
+    """What events say of every block of a KV cache group."""
+
+    block_size: int
+    group: int
+    spec_kind: str
+    sliding_window: int | None
+    medium: str
 
 
 class StoredRun:
@@ -23,46 +35,25 @@ class StoredRun:
     block has any. Nothing of it changes once it is made.
     """
 
-    __slots__ = (
-        "block_size",
-        "extra_keys",
-        "group",
-        "hashes",
-        "lora_id",
-        "lora_name",
-        "medium",
-        "parent_hash",
-        "sliding_window",
-        "spec_kind",
-        "tokens",
-    )
+    __slots__ = ("extra_keys", "hashes", "kind", "lora_id", "lora_name", "parent_hash", "tokens")
 
     def __init__(
         self,
-        *,
+        kind: ContentKind,
         parent_hash: bytes | None,
         hashes: Sequence[bytes],
         tokens: bytes,
-        block_size: int,
-        extra_keys: Sequence[tuple[Any, ...] | None] | None,
-        lora_id: int | None,
-        lora_name: str | None,
-        group: int,
-        spec_kind: str,
-        sliding_window: int | None,
-        medium: str,
+        extra_keys: Sequence[tuple[Any, ...] | None] | None = None,
+        lora_id: int | None = None,
+        lora_name: str | None = None,
     ) -> None:
+        self.kind = kind
         self.parent_hash = parent_hash
         self.hashes = hashes
         self.tokens = tokens
-        self.block_size = block_size
         self.extra_keys = extra_keys
         self.lora_id = lora_id
         self.lora_name = lora_name
-        self.group = group
-        self.spec_kind = spec_kind
-        self.sliding_window = sliding_window
-        self.medium = medium
 
     def parent_of(self, position: int) -> bytes | None:
         """The hash before that of the block at ``position`` of the run."""
@@ -70,19 +61,20 @@ class StoredRun:
 
     def event(self, position: int) -> BlockStored:
         """The block at ``position`` of the run is readable."""
+        kind = self.kind
         num_bytes = len(self.tokens) // len(self.hashes)
         return BlockStored(
             block_hashes=[self.hashes[position]],
             parent_block_hash=self.parent_of(position),
             token_ids=self.tokens[position * num_bytes : (position + 1) * num_bytes],
-            block_size=self.block_size,
+            block_size=kind.block_size,
             lora_id=self.lora_id,
             lora_name=self.lora_name,
             extra_keys=[None if self.extra_keys is None else self.extra_keys[position]],
-            group=self.group,
-            spec_kind=self.spec_kind,
-            medium=self.medium,
-            sliding_window=self.sliding_window,
+            group=kind.group,
+            spec_kind=kind.spec_kind,
+            medium=kind.medium,
+            sliding_window=kind.sliding_window,
         )
 
 

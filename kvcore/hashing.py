@@ -363,6 +363,12 @@ class _RunningChain(HashChain):
         return _kvd_frame(self._extra._typed_keys(start, start + self.block_size, block_index))
 
     def _hash_blocks(self, view: memoryview, first: int, stop: int) -> None:
+        if stop - first == 1 and first >= self._steady_from and stop % _KVD_STATE_EVERY:
+            # A decode step's block, at half the cost of the general way.
+            width = self.block_size * TOKEN_BYTES
+            self._state.update(self._steady_frame + view[first * width : stop * width])
+            self.hashes.append(self._state.digest())
+            return
         while first < stop:
             pause = min(stop, (first // _KVD_STATE_EVERY + 1) * _KVD_STATE_EVERY)
             self._absorb(view, first, pause)

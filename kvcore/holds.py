@@ -18,14 +18,17 @@ if TYPE_CHECKING:
 
 
 class Holds:
-    """Of one pool. Each block keeps its own in ``block.holds``: the step waited for, by view."""
+    """Of one pool."""
 
-    __slots__ = ("_pool", "num_kept", "several")
+    __slots__ = ("_pool", "by_block", "num_kept", "several")
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         # Stands for the views that together hold back a block.
         self.several = PoolView(pool)
+        # By block id and view, the steps that a block waits for: when several views hold it
+        # back, and while it is in use, of those that held it back or released it.
+        self.by_block: dict[int, dict[PoolView, int]] = {}
         # Blocks in use that were held back when they were hit, or released in steps that
         # may still read them.
         self.num_kept = 0
@@ -35,7 +38,7 @@ class Holds:
         holder = block.held_by
         assert holder is not None
         if holder is not self.several:
-            block.holds = {holder: block.held_step}
+            self.by_block[block.block_id] = {holder: block.held_step}
         holder.release(block)
         self.num_kept += 1
 
@@ -45,16 +48,15 @@ class Holds:
         Whoever releases one last may have completed its steps before that one has.
         """
         for block in blocks:
-            if block.holds is None:
-                block.holds = {}
+            if block.block_id not in self.by_block:
+                self.by_block[block.block_id] = {}
                 self.num_kept += 1
-            block.holds[view] = view.last_use_step
+            self.by_block[block.block_id][view] = view.last_use_step
         view.await_end(blocks)
 
     def resume(self, block: KVCacheBlock) -> None:
         """A block that was held back before its last use is free again."""
-        holds = block.holds
-        assert holds is not None
+        holds = self.by_block.pop(block.block_id)
         self.num_kept -= 1
         if block.held_by is not None:
             holds[block.held_by] = block.held_step
@@ -63,18 +65,23 @@ class Holds:
 
     def end(self, block: KVCacheBlock) -> None:
         """One of the several views that hold back ``block`` waits for no step any more."""
-        assert block.holds is not None
         self.several.release(block)
-        self._hold(block, block.holds)
+        self._hold(block, self.by_block.pop(block.block_id))
+
+    def is_awaited_beside(self, block: KVCacheBlock, view: PoolView) -> bool:
+        """Whether a step of another view, not completed yet, may still use a block in use."""
+        return any(
+            other is not view and step > other.completed_step
+            for other, step in self.by_block.get(block.block_id, {}).items()
+        )
 
     def _hold(self, block: KVCacheBlock, holds: dict[PoolView, int]) -> None:
         """Hold back a free block for those of ``holds`` whose steps have not completed."""
         waiting = {view: step for view, step in holds.items() if step > view.completed_step}
-        block.holds = None
         if not waiting:
             return
         if len(waiting) > 1:
-            block.holds = waiting
+            self.by_block[block.block_id] = waiting
             block.held_by = self.several
         else:
             ((block.held_by, block.held_step),) = waiting.items()

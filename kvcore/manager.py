@@ -220,11 +220,8 @@ class KVCacheManager:
             and not full_sequence_must_fit
             and not reserved_blocks
             and not num_encoder_tokens
-            and self.is_settled(
-                request, request.num_computed_tokens, num_new_tokens, num_lookahead_tokens
-            )
         ):
-            return empty
+            return self.grow(request, num_new_tokens, num_lookahead_tokens)
         coordinator = self.coordinator
         pool = self.block_pool
         request_id = request.request_id
@@ -282,6 +279,31 @@ class KVCacheManager:
             request_id, num_slots, num_main, num_encoder_tokens
         )
         if self.enable_caching and not delay_cache_blocks and not request.outlived_reset:
+            coordinator.cache_blocks(request, min(num_main, request.num_tokens))
+        return self.create_kv_cache_blocks(new_blocks)
+
+    def grow(
+        self, request: Request, num_new_tokens: int, num_lookahead_tokens: int = 0
+    ) -> KVCacheBlocks | None:
+        """As allocate_slots, of a running request and without all that only others have."""
+        before = request.num_computed_tokens
+        if self.is_settled(request, before, num_new_tokens, num_lookahead_tokens):
+            return self.empty_kv_cache_blocks
+        coordinator = self.coordinator
+        request_id = request.request_id
+        num_computed = min(before, self.max_model_len)
+        num_main = num_computed + num_new_tokens
+        num_slots = min(num_main + num_lookahead_tokens, self.max_model_len)
+        coordinator.remove_skipped_blocks(request_id, num_computed, request.num_prompt_tokens)
+        num_needed = coordinator.get_num_blocks_to_allocate(
+            request_id, num_slots, self.empty_kv_cache_blocks.blocks, before, num_main
+        )
+        num_free = self.block_pool.num_free_blocks(self.view)
+        if num_needed > num_free:
+            self.last_refusal = NoFit(num_needed, num_free, 0, 0)
+            return None
+        new_blocks = coordinator.allocate_new_blocks(request_id, num_slots, num_main)
+        if self.enable_caching and not request.outlived_reset:
             coordinator.cache_blocks(request, min(num_main, request.num_tokens))
         return self.create_kv_cache_blocks(new_blocks)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -183,6 +183,10 @@ class Free:
     did_not_run: bytes = b""
 
 
+NO_GROW, NO_CACHE, NO_FREE = Grow(), Cache(), Free()
+"""The columns of a Step without such operations."""
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One scheduler step. ``runs`` are (kind, count), in the order to apply."""
@@ -191,9 +195,9 @@ class Step:
     on_no_fit_stop: bool = True
     token_budget: int | None = None
     admissions: Sequence[SlotRequest] = ()
-    grow: Grow = field(default_factory=Grow)
-    cache: Cache = field(default_factory=Cache)
-    free: Free = field(default_factory=Free)
+    grow: Grow = NO_GROW
+    cache: Cache = NO_CACHE
+    free: Free = NO_FREE
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,20 +92,21 @@ class PartialHashes:
             pool.num_cached_blocks += block.ref_cnt == 0
             block.block_hash = block_hash
             block.group = group
-            block.extra = request.extra
+            if request.has_extra_keys:
+                pool.extras[block.block_id] = request.extra
             block.content = content
             block.content_position = 0
             self.num_tokens_by_id[block.block_id] = num_tokens
             is_pending = view.step > view.completed_step
         else:
             self.aliases_by_id.setdefault(block.block_id, {})[block_hash] = content
-            is_pending = block.pending_view is not None
+            is_pending = block.pending is not None
         index.insert(block_hash, block)
         if pool.enable_kv_cache_events:
             pool.vllm_feed.stored(request, span, span=span, block_size=hash_block_size, group=group)
         if not is_pending:
             self._confirm(block, block_hash, content)
-        elif block.pending_view is None:
+        elif block.pending is None:
             view.add_pending([block])
         return block_hash
 

@@ -66,7 +66,7 @@ class PrefixIndex:
         if entry is None or entry is block:
             return False  # the usual case, for which no iterator is made
         copies = self.copies(block_hash)
-        return any(copy is not block and copy.pending_view is None for copy in copies)
+        return any(copy is not block and copy.pending is None for copy in copies)
 
 
 def visible_blocks(
@@ -80,8 +80,8 @@ def visible_blocks(
             return None
         copies = (entry,) if isinstance(entry, KVCacheBlock) else entry.values()
         for block in copies:
-            pending = block.pending_view
-            if pending is None or pending is view:
+            pending = block.pending
+            if pending is None or pending.view is view:
                 found.append(block)
                 break
         else:

@@ -42,6 +42,9 @@ class Request:
         "num_prompt_tokens",
         "num_tokens",
         "outlived_reset",
+        "quiet_end",
+        "quiet_slots",
+        "quiet_tokens",
         "registered_step",
         "remembered_hit_tokens",
         "request_id",
@@ -83,6 +86,9 @@ class Request:
         self.num_confirmed_tokens = 0
         # The view's step of the last allocation.
         self.registered_step = 0
+        # Growth within these changes no table and no hash: computed tokens with the new
+        # ones, slots, tokens held below. See Session.grow; 0 is always right.
+        self.quiet_end = self.quiet_slots = self.quiet_tokens = 0
 
     def append(self, tokens: bytes) -> None:
         """Add ``tokens`` at the end; ``len(tokens)`` is a multiple of 4."""
@@ -97,6 +103,7 @@ class Request:
         assert num_tokens <= self.num_tokens
         del self.tokens[num_tokens * TOKEN_BYTES :]
         self.num_tokens = num_tokens
+        self.quiet_end = 0
         if self.hash_chain is not None:
             self.hash_chain.truncate(num_tokens, self.tokens)
 
@@ -115,3 +122,4 @@ class Request:
         self.remembered_hit_tokens = 0
         self.num_confirmed_tokens = 0
         self.outlived_reset = False
+        self.quiet_end = self.quiet_slots = 0

@@ -147,10 +147,23 @@ class Session:
             request.registered_step = self.view.step
         return new_blocks
 
-    def settle(self, request: Request, num_computed_tokens: int) -> None:
-        """As allocate, where the manager says that nothing would change."""
+    def grow(
+        self,
+        request: Request,
+        num_computed_tokens: int,
+        num_new_tokens: int,
+        num_lookahead_tokens: int,
+    ) -> KVCacheBlocks | None:
+        """As allocate, with the manager's grow."""
+        before = request.num_computed_tokens
         request.num_computed_tokens = num_computed_tokens
-        request.registered_step = self.view.step
+        new_blocks = self.manager.grow(request, num_new_tokens, num_lookahead_tokens)
+        if new_blocks is None:
+            request.num_computed_tokens = before
+        else:
+            request.registered_step = self.view.step
+            self._note_quiet(request)
+        return new_blocks
 
     def num_slots(self, request: Request) -> int:
         """Token slots the request holds, in the group that holds the fewest.
@@ -164,6 +177,24 @@ class Session:
             ],
             default=self.config.max_model_len,
         )
+
+    def _note_quiet(self, request: Request) -> None:
+        """Remember how far a running request can grow until the managers have to be asked.
+
+        What shortens a table or its hits, or ends it, forgets it. A request whose groups
+        cannot tell is asked about each time.
+        """
+        request_id, num_computed = request.request_id, request.num_computed_tokens
+        config, chain = self.config, request.hash_chain
+        request.quiet_end = request.quiet_slots = config.max_model_len
+        for manager in self.manager.coordinator.managers:
+            slots, end = manager.quiet_limits(request_id, num_computed)
+            request.quiet_slots = min(request.quiet_slots, slots)
+            request.quiet_end = min(request.quiet_end, end)
+        request.quiet_tokens = config.max_request_tokens + 1
+        if chain is not None:
+            num_hashed = len(chain.hashes) * chain.block_size
+            request.quiet_tokens = min(request.quiet_tokens, num_hashed + chain.block_size)
 
     def forget_unwritten(self, request: Request) -> None:
         """The request did not run: what its last allocation registered holds no bytes.
@@ -228,7 +259,7 @@ class Session:
             size = manager.block_size
             written = table[start // size : num_tokens // size]
             self.manager.block_pool.confirm(
-                [block for block in written if block.pending_view is not None]
+                [block for block in written if block.pending is not None]
             )
         request.num_confirmed_tokens = max(before, num_tokens)
 

@@ -13,7 +13,7 @@ def snapshot(pool: BlockPool) -> list[BlockStored]:
     for group, index in enumerate(pool.indexes):
         for block_hash in index.entries:
             for block in index.copies(block_hash):
-                if block.pending_view is None and block.content is not None:
+                if block.pending is None and block.content is not None:
                     ready[group, block_hash] = block
                     break
     events: list[BlockStored] = []
@@ -37,7 +37,7 @@ def locate(pool: BlockPool, block_hash: bytes, group: int) -> tuple[str, int]:
     """ "ready", "pending" or "missing", and the block id (0 if missing)."""
     pending = 0
     for block in pool.indexes[group].copies(block_hash):
-        if block.pending_view is None:
+        if block.pending is None:
             return "ready", block.block_id
         pending = block.block_id
     return ("pending", pending) if pending else ("missing", 0)

@@ -11,7 +11,12 @@ from kvcore.content import write_tokens
 from kvcore.errors import InvalidArgument, KVDepotError
 from kvcore.holders import session_holds
 from kvcore.operation import (
+    NO_CACHE,
+    NO_FREE,
+    NO_GROW,
+    Free,
     FreeMode,
+    Grow,
     NoFit,
     OperationError,
     OperationKind,
@@ -60,34 +65,23 @@ class _StepRun:
         self.depot = depot
         self.session = session
         self.step = step
-        grow, cache, free = step.grow, step.cache, step.free
-        self.grow_handles = _int32(grow.handles, "grow.handles")
+        no_entries: list[int] = []
+        self.grow_handles = self.grow_computed = self.grow_new = no_entries
+        self.grow_offsets = self.grow_appended = no_entries
+        self.cache_handles = self.cache_computed = self.free_handles = no_entries
+        self.free_modes = self.free_did_not_run = b""
+        if step.grow is not NO_GROW:
+            self._decode_grow(step.grow)
+        if step.cache is not NO_CACHE:
+            self.cache_handles = _int32(step.cache.handles, "cache.handles")
+            self.cache_computed = _int32(
+                step.cache.num_computed_tokens,
+                "cache.num_computed_tokens",
+                len(self.cache_handles),
+            )
+        if step.free is not NO_FREE:
+            self._decode_free(step.free)
         num_grow = len(self.grow_handles)
-        self.grow_computed = _int32(grow.num_computed_tokens, "grow.num_computed_tokens", num_grow)
-        self.grow_new = _int32(grow.num_new_tokens, "grow.num_new_tokens", num_grow)
-        self.appends = bool(grow.token_counts or grow.token_offsets or grow.tokens)
-        if self.appends:
-            self.token_offsets = _int32(grow.token_offsets, "grow.token_offsets", num_grow)
-            self.token_counts = _int32(grow.token_counts, "grow.token_counts", num_grow)
-            if min(self.token_counts, default=0) < 0:
-                raise InvalidArgument("a count is negative", field="grow.token_counts")
-            if len(grow.tokens) != TOKEN_BYTES * sum(self.token_counts):
-                raise InvalidArgument(
-                    f"{len(grow.tokens)} bytes, where the counts sum to "
-                    f"{sum(self.token_counts)} tokens of {TOKEN_BYTES}",
-                    field="grow.tokens",
-                )
-        self.cache_handles = _int32(cache.handles, "cache.handles")
-        self.cache_computed = _int32(
-            cache.num_computed_tokens, "cache.num_computed_tokens", len(self.cache_handles)
-        )
-        self.free_handles = _int32(free.handles, "free.handles")
-        num_free = len(self.free_handles)
-        self.free_modes = _uint8(free.modes, "free.modes", num_free, FreeMode.FINISH)
-        self.free_did_not_run = _uint8(free.did_not_run, "free.did_not_run", num_free, 0)
-        for mode in self.free_modes:
-            if not FreeMode.FINISH <= mode <= FreeMode.DETACH:
-                raise InvalidArgument(f"{mode} is not a FreeMode", field="free.modes")
         self._check_runs()
 
         self.budget = step.token_budget
@@ -107,6 +101,34 @@ class _StepRun:
         self.no_fit: NoFit | None = None
         self.refused = False
         self.errors: list[OperationError] = []
+
+    def _decode_grow(self, grow: Grow) -> None:
+        self.grow_handles = _int32(grow.handles, "grow.handles")
+        num_grow = len(self.grow_handles)
+        self.grow_computed = _int32(grow.num_computed_tokens, "grow.num_computed_tokens", num_grow)
+        self.grow_new = _int32(grow.num_new_tokens, "grow.num_new_tokens", num_grow)
+        if not (grow.token_counts or grow.token_offsets or grow.tokens):
+            self.grow_offsets = self.grow_appended = [0] * num_grow
+            return
+        self.grow_offsets = _int32(grow.token_offsets, "grow.token_offsets", num_grow)
+        self.grow_appended = _int32(grow.token_counts, "grow.token_counts", num_grow)
+        if min(self.grow_appended, default=0) < 0:
+            raise InvalidArgument("a count is negative", field="grow.token_counts")
+        if len(grow.tokens) != TOKEN_BYTES * sum(self.grow_appended):
+            raise InvalidArgument(
+                f"{len(grow.tokens)} bytes, where the counts sum to "
+                f"{sum(self.grow_appended)} tokens of {TOKEN_BYTES}",
+                field="grow.tokens",
+            )
+
+    def _decode_free(self, free: Free) -> None:
+        self.free_handles = _int32(free.handles, "free.handles")
+        num_free = len(self.free_handles)
+        self.free_modes = _uint8(free.modes, "free.modes", num_free, FreeMode.FINISH)
+        self.free_did_not_run = _uint8(free.did_not_run, "free.did_not_run", num_free, 0)
+        for mode in self.free_modes:
+            if not FreeMode.FINISH <= mode <= FreeMode.DETACH:
+                raise InvalidArgument(f"{mode} is not a FreeMode", field="free.modes")
 
     def _check_runs(self) -> None:
         given = {
@@ -178,38 +200,73 @@ class _StepRun:
             self.index += 1
 
     def _grow(self, count: int) -> None:
-        by_handle, lookahead = self.session.by_handle, self.step.grow.num_lookahead_tokens
+        session, lookahead = self.session, self.step.grow.num_lookahead_tokens
+        by_handle, present_step = session.by_handle, session.view.step
         first, first_index = self.num_grown, self.index
-        stop = first + count
-        for position in range(first, stop):
-            outcome = _OK
-            tokens = self._appended(position) if self.appends else b""
+        self.num_grown = stop = first + count
+        appended = self.grow_appended[first:stop]
+        has_room = session.num_tokens + sum(appended) <= session.config.max_tokens_per_session
+        for position, handle, num_computed, num_new, offset, num_appended in zip(
+            range(first, stop),
+            self.grow_handles[first:stop],
+            self.grow_computed[first:stop],
+            self.grow_new[first:stop],
+            self.grow_offsets[first:stop],
+            appended,
+            strict=True,
+        ):
+            start = self.token_position
+            self.token_position = token_stop = start + TOKEN_BYTES * num_appended
             if self.stopped:
-                outcome = _NOT_ATTEMPTED
-            else:
-                request = by_handle.get(self.grow_handles[position])
-                if request is None:
-                    outcome = _UNKNOWN_HANDLE
-                elif self.budget is not None and self.grow_new[position] > self.budget:
-                    outcome = _NO_BUDGET
-                else:
-                    try:
-                        if tokens:
-                            write_tokens(self.session, request, self._offset(position), tokens)
-                        outcome = self._grow_one(request, position, lookahead)
-                    except KVDepotError as error:
-                        self.index = first_index + position - first
-                        outcome = self._invalid(error)
-                if outcome is not _OK and outcome is not _UNKNOWN_HANDLE:
-                    self._refuse()
+                self.grow_outcomes[position] = _NOT_ATTEMPTED
+                continue
+            request = by_handle.get(handle)
+            if request is None:
+                self.grow_outcomes[position] = _UNKNOWN_HANDLE
+                continue
+            end = num_computed + num_new
+            num_tokens = request.num_tokens + num_appended
+            if (
+                num_computed < end <= request.quiet_end
+                and end + lookahead <= request.quiet_slots
+                and 0 <= num_computed <= num_tokens < request.quiet_tokens
+                and (not num_appended or (has_room and offset == request.num_tokens))
+                and (self.budget is None or num_new <= self.budget)
+            ):
+                # The usual row, of which there are hundreds: nothing but counts changes.
+                if num_appended:
+                    request.tokens += self.step.grow.tokens[start:token_stop]
+                    request.num_tokens = num_tokens
+                    session.num_tokens += num_appended
+                request.num_computed_tokens = num_computed
+                request.registered_step = present_step
+                if self.budget is not None:
+                    self.budget -= num_new
+                continue
+            self.index = first_index + position - first
+            try:
+                outcome = self._grow_in_full(
+                    request, position, self.step.grow.tokens[start:token_stop], lookahead
+                )
+            except KVDepotError as error:
+                outcome = self._invalid(error)
             if outcome is not _OK:
                 self.grow_outcomes[position] = outcome
-        self.num_grown = stop
+                self._refuse()
         self.index = first_index + count
 
-    def _grow_one(self, request: Request, position: int, num_lookahead_tokens: int) -> Outcome:
+    def _grow_in_full(
+        self, request: Request, position: int, tokens: bytes, num_lookahead_tokens: int
+    ) -> Outcome:
         session, manager = self.session, self.session.manager
         num_computed, num_new = self.grow_computed[position], self.grow_new[position]
+        if self.budget is not None and num_new > self.budget:
+            return _NO_BUDGET
+        if tokens:
+            offset = self.grow_offsets[position]
+            if offset < 0:
+                raise InvalidArgument(f"offset {offset} is negative", field="grow.token_offsets")
+            write_tokens(session, request, offset, tokens)
         if (
             num_new <= 0
             or not 0 <= num_computed <= request.num_tokens
@@ -217,40 +274,25 @@ class _StepRun:
             or request.status is not _RUNNING
         ):
             raise _bad_growth(request.status, num_computed, num_new)
-        if manager.is_settled(request, num_computed, num_new, num_lookahead_tokens):
-            session.settle(request, num_computed)
-        else:
-            if num_computed > session.num_slots(request):
-                raise _bad_growth(request.status, num_computed, num_new)
-            if self.blocks_left <= 0:
-                return _NO_BUDGET
-            new_blocks = session.allocate(
-                request, num_computed, num_new, num_lookahead_tokens=num_lookahead_tokens
-            )
-            if new_blocks is None:
-                self.depot.num_refusals += 1
-                if self.no_fit is None:
-                    self.no_fit = self._explained(manager.last_refusal)
-                return _NO_FIT
-            for group, block_ids in enumerate(new_blocks.block_ids):
-                self.grow_counts[group][position] = len(block_ids)
-                self.grow_ids[group].extend(block_ids)
-                self.blocks_left -= len(block_ids)
-        if self.budget is not None:
-            self._spend(num_new)
+        if num_computed > request.quiet_slots and num_computed > session.num_slots(request):
+            raise _bad_growth(request.status, num_computed, num_new)
+        if self.blocks_left <= 0 and not manager.is_settled(
+            request, num_computed, num_new, num_lookahead_tokens
+        ):
+            return _NO_BUDGET
+        new_blocks = session.grow(request, num_computed, num_new, num_lookahead_tokens)
+        if new_blocks is None:
+            self.depot.num_refusals += 1
+            if self.no_fit is None:
+                self.no_fit = self._explained(manager.last_refusal)
+            return _NO_FIT
+        if new_blocks is not manager.empty_kv_cache_blocks:
+            for group, blocks in enumerate(new_blocks.blocks):
+                self.grow_counts[group][position] = len(blocks)
+                self.grow_ids[group].extend([block.block_id for block in blocks])
+                self.blocks_left -= len(blocks)
+        self._spend(num_new)
         return _OK
-
-    def _appended(self, position: int) -> bytes:
-        """The tokens of the operation at ``position``; they follow those before it."""
-        start = self.token_position
-        self.token_position = stop = start + TOKEN_BYTES * self.token_counts[position]
-        return self.step.grow.tokens[start:stop]
-
-    def _offset(self, position: int) -> int:
-        offset = self.token_offsets[position]
-        if offset < 0:
-            raise InvalidArgument(f"offset {offset} is negative", field="grow.token_offsets")
-        return offset
 
     def _cache(self, count: int) -> None:
         first = len(self.cache_outcomes)

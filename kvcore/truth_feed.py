@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from kvcore.block import KVCacheBlock
 from kvcore.events import AllBlocksCleared
-from kvcore.feed import RUN_BLOCKS_MAX, Entry, RemovedBlocks, StoredRun
+from kvcore.feed import RUN_BLOCKS_MAX, ContentKind, Entry, RemovedBlocks, StoredRun
 from kvcore.request import Request
 from kvcore.spec import KVCacheConfig
 
@@ -19,11 +19,13 @@ class TruthFeed:
     ``medium`` is where the feed says that the content is.
     """
 
-    __slots__ = ("_config", "_medium", "entries")
+    __slots__ = ("_config", "_kinds", "_medium", "entries")
 
     def __init__(self, config: KVCacheConfig, medium: str) -> None:
         self._config = config
         self._medium = medium
+        # By group and block size.
+        self._kinds: dict[tuple[int, int], ContentKind] = {}
         # Public for the pool, which confirms blocks in a loop.
         self.entries: list[Entry] = []
 
@@ -67,25 +69,25 @@ class TruthFeed:
         self, request: Request, span: range, *, block_size: int, group: int, hash_ratio: int = 1
     ) -> StoredRun:
         """What to say of the blocks at ``span`` of the request's table."""
+        kind = self._kinds.get((group, block_size))
+        if kind is None:
+            spec = self._config.groups[group].spec
+            kind = ContentKind(block_size, group, spec.kind, spec.event_window, self._medium)
+            self._kinds[group, block_size] = kind
         hashes = request.block_hashes
         first, stop = span.start, span.stop
-        spec = self._config.groups[group].spec
         return StoredRun(
-            parent_hash=hashes[first * hash_ratio - 1] if first else None,
-            hashes=hashes[(first + 1) * hash_ratio - 1 : stop * hash_ratio : hash_ratio],
-            tokens=request.token_bytes(first * block_size, stop * block_size),
-            block_size=block_size,
-            extra_keys=(
+            kind,
+            hashes[first * hash_ratio - 1] if first else None,
+            hashes[(first + 1) * hash_ratio - 1 : stop * hash_ratio : hash_ratio],
+            request.token_bytes(first * block_size, stop * block_size),
+            (
                 [request.extra_keys_of(position, block_size) for position in span]
                 if request.has_extra_keys
                 else None
             ),
-            lora_id=request.lora_id,
-            lora_name=request.extra.lora_name,
-            group=group,
-            spec_kind=spec.kind,
-            sliding_window=spec.event_window,
-            medium=self._medium,
+            request.lora_id,
+            request.extra.lora_name,
         )
 
     def removed(self, block_hash: bytes, group: int, reason: str) -> None:

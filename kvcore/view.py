@@ -19,6 +19,17 @@ if TYPE_CHECKING:
     from kvcore.block_pool import BlockPool
 
 
+class Pending:
+    """Blocks that ``view`` registered in ``step``; each whose ``pending`` is this still is."""
+
+    __slots__ = ("blocks", "step", "view")
+
+    def __init__(self, view: PoolView, step: int) -> None:
+        self.view = view
+        self.step = step
+        self.blocks: list[KVCacheBlock] = []
+
+
 class PoolView:
     """One session's steps. A view that never begins a step sees all as written."""
 
@@ -38,8 +49,9 @@ class PoolView:
         self.completed_step = 0
         # The last step that may read or write what is freed now.
         self.last_use_step = 0
+        # In order of step, one a step.
+        self._pending: deque[Pending] = deque()
         # (step, blocks), in order of step.
-        self._pending: deque[tuple[int, list[KVCacheBlock]]] = deque()
         self._held: deque[tuple[int, list[KVCacheBlock]]] = deque()
         # Free blocks that others must not take yet.
         self.num_held_blocks = 0
@@ -61,15 +73,20 @@ class PoolView:
 
     def add_pending(self, blocks: list[KVCacheBlock]) -> None:
         """Blocks registered in this step; their bytes are not known to be written."""
+        if not self._pending or self._pending[-1].step != self.step:
+            self._pending.append(Pending(self, self.step))
+        pending = self._pending[-1]
         for block in blocks:
-            block.pending_view = self
-            block.pending_step = self.step
-        self._pending.append((self.step, blocks))
+            block.pending = pending
+        pending.blocks += blocks
 
     def pending_blocks(self) -> list[KVCacheBlock]:
         """Those that this view registered and whose bytes are not known to be written."""
         return [
-            block for _, blocks in self._pending for block in blocks if block.pending_view is self
+            block
+            for pending in self._pending
+            for block in pending.blocks
+            if block.pending is pending
         ]
 
     def hold(self, blocks: list[KVCacheBlock]) -> None:
@@ -87,9 +104,9 @@ class PoolView:
 
     def forget_pending(self) -> None:
         """What is not known to be written now never will be: make it no hit."""
-        for _, blocks in self._pending:
-            for block in blocks:
-                if block.pending_view is self:
+        for pending in self._pending:
+            for block in pending.blocks:
+                if block.pending is pending:
                     self.pool.forget(block)
         self._pending.clear()
 
@@ -120,16 +137,11 @@ class PoolView:
 
     def _complete(self) -> None:
         completed = self.completed_step
-        pending, held = self._pending, self._held
-        while pending and pending[0][0] <= completed:
+        steps, held = self._pending, self._held
+        while steps and steps[0].step <= completed:
+            pending = steps.popleft()
             # One may have lost its hash since, and gained another one later.
-            self.pool.confirm(
-                [
-                    block
-                    for block in pending.popleft()[1]
-                    if block.pending_view is self and block.pending_step <= completed
-                ]
-            )
+            self.pool.confirm([block for block in pending.blocks if block.pending is pending])
         num_released = 0
         while held and held[0][0] <= completed:
             for block in held.popleft()[1]:

@@ -30,6 +30,10 @@ def _is_never_settled(*_: object) -> bool:
     return False
 
 
+def _is_never_quiet(*_: object) -> tuple[int, int]:
+    return 0, 0
+
+
 class SingleTypeKVCacheManager(ABC):
     """The block tables of one session in one group.
 
@@ -45,6 +49,8 @@ class SingleTypeKVCacheManager(ABC):
     def __init_subclass__(cls) -> None:
         if "is_settled" not in vars(cls) and not _ALLOCATES.isdisjoint(vars(cls)):
             cls.is_settled = _is_never_settled  # type: ignore[assignment,method-assign]
+        if "quiet_limits" not in vars(cls) and "is_settled" in vars(cls):
+            cls.quiet_limits = _is_never_quiet  # type: ignore[assignment,method-assign]
 
     def __init__(
         self, spec: KVCacheSpec, *, pool: BlockPool, view: PoolView, group: int, config: DepotConfig
@@ -205,6 +211,24 @@ class SingleTypeKVCacheManager(ABC):
             return False
         num_skipped = self.get_num_skipped_tokens(num_computed_tokens) // block_size
         return num_skipped <= 0 or not table or table[min(num_skipped, len(table)) - 1].is_null
+
+    def quiet_limits(self, request_id: str, num_computed_tokens: int) -> tuple[int, int]:
+        """Up to how many slots, and how many computed and new tokens, is_settled holds.
+
+        From a successful allocation at ``num_computed_tokens`` on, while the table is not
+        cut and no later window is asked for. (0, 0), which says nothing, is always right,
+        and is what a manager answers that has an is_settled of its own.
+        """
+        block_size = self.block_size
+        end = (self.num_cached_blocks.get(request_id, 0) + 1) * block_size - 1
+        if self.recycles:
+            # A window moves by a token a token at most, but chunks do not.
+            skipped = self.get_num_skipped_tokens(num_computed_tokens)
+            last = num_computed_tokens + block_size - 1 - max(0, skipped) % block_size
+            if self.get_num_skipped_tokens(last) // block_size > max(0, skipped) // block_size:
+                last = num_computed_tokens
+            end = min(end, last + 1)
+        return len(self.req_to_blocks.get(request_id, ())) * block_size, end
 
     def take_new_block_ids(self) -> list[int]:
         """Ids of the blocks taken since the last call, for zeroing."""

@@ -48,8 +48,8 @@ class FullAttentionManager(SingleTypeKVCacheManager):
                 break
             copies = (entry,) if isinstance(entry, KVCacheBlock) else entry.values()
             for block in copies:
-                pending = block.pending_view
-                if pending is None or pending is view:
+                pending = block.pending
+                if pending is None or pending.view is view:
                     run.append(block)
                     break
             else:

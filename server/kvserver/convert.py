@@ -12,6 +12,9 @@ from kvcore.hashing import ExtraKeys, MultimodalItem
 from kvcore.holders import BlockHolder
 from kvcore.memory import CudaIpcMapping, FileMapping, LayerLayout
 from kvcore.operation import (
+    NO_CACHE,
+    NO_FREE,
+    NO_GROW,
     BlockTables,
     Cache,
     Content,
@@ -45,7 +48,6 @@ EXTRA_KEY_LENGTH_MAX = 512
 MULTIMODAL_ITEMS_MAX = 1 << 16
 MULTIMODAL_OVERLAP_MAX = 8
 
-_NO_GROW, _NO_CACHE, _NO_FREE = Grow(), Cache(), Free()
 _SPEC_KINDS: dict[str, Any] = {
     name.removeprefix("SPEC_KIND_").lower(): number for name, number in types_pb2.SpecKind.items()
 }
@@ -179,7 +181,7 @@ def step(message: cache_pb2.StepRequest) -> Step:
     has = message.HasField
     if message.on_no_fit not in (0, cache_pb2.ON_NO_FIT_STOP, cache_pb2.ON_NO_FIT_CONTINUE):
         raise InvalidArgument(f"{message.on_no_fit} is not an OnNoFit", field="on_no_fit")
-    grow, cache, free = _NO_GROW, _NO_CACHE, _NO_FREE
+    grow, cache, free = NO_GROW, NO_CACHE, NO_FREE
     if has("grow"):
         columns = message.grow
         grow = Grow(

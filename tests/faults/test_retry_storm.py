@@ -8,6 +8,7 @@ import pytest
 
 from fake_wire import Faults
 from kvcore.block import KVCacheBlock
+from kvcore.block_pool import BlockPool
 from kvcore.depot import Depot
 from kvcore.view import PoolView
 from simulation import Simulation
@@ -48,7 +49,7 @@ def state(depot: Depot) -> dict[str, Any]:
                 block.ref_cnt,
                 block.block_hash,
                 order.get(block.pending_view),
-                [(order[view], step) for view, step in held(block)],
+                [(order[view], step) for view, step in held(pool, block)],
             )
             for block in pool.blocks
         ],
@@ -56,10 +57,10 @@ def state(depot: Depot) -> dict[str, Any]:
     }
 
 
-def held(block: KVCacheBlock) -> list[tuple[PoolView, int]]:
+def held(pool: BlockPool, block: KVCacheBlock) -> list[tuple[PoolView, int]]:
     """The views that hold the block back, and for which steps."""
-    if block.holds is not None:
-        return list(block.holds.items())
+    if block.block_id in pool.holds.by_block:
+        return list(pool.holds.by_block[block.block_id].items())
     return [] if block.held_by is None else [(block.held_by, block.held_step)]
 
 

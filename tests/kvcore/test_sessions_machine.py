@@ -297,8 +297,7 @@ class Sessions(RuleBasedStateMachine):
             self._raise_floors(self.drain_scope)  # the call freed what the drain waited for
         for block in self.depot.pool.blocks:
             if block.block_hash is not None:
-                assert block.extra is not None
-                floor = self.floors[block.extra.lora_name]
+                floor = self.floors[self.depot.pool.extra_of(block).lora_name]
                 assert self.block_generations[block.block_id] >= floor
 
     @invariant()

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from building import content, full, make_depot, make_request, mamba, token_bytes, window
+from building import content, full, groups_config, make_request, mamba, token_bytes, window
 from kvcore.check import check
 from kvcore.depot import Depot
 from kvcore.manager import KVCacheManager
@@ -25,12 +25,22 @@ from kvcore.request import RequestStatus
 from kvcore.session import Session
 from kvcore.single_type import FullAttentionManager, registry
 from kvcore.single_type.base import SingleTypeKVCacheManager
-from kvcore.spec import DepotConfig, EncoderOnlyAttentionSpec, KVCacheConfig, KVCacheGroup, RSWASpec
+from kvcore.spec import (
+    ChunkedLocalAttentionSpec,
+    DepotConfig,
+    EncoderOnlyAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroup,
+    KVCacheSpec,
+    RSWASpec,
+)
 
 
 def never_settled(manager: KVCacheManager) -> None:
     """Have ``manager`` do every growth in full."""
     manager.is_settled = lambda *_, **__: False  # type: ignore[method-assign]
+    for group in manager.coordinator.managers:
+        group.quiet_limits = lambda *_: (0, 0)  # type: ignore[method-assign]
 
 
 def int32(values: list[int]) -> bytes:
@@ -51,7 +61,9 @@ def random_step(random: Random, session: Session, names: list[str]) -> Step:
         handles.append(request.handle)
         computed.append(min(request.num_tokens, session.num_slots(request)) + past)
         new.append(random.choice([1, 1, 1, 1, 2, 6, 0]))
-        offsets.append(request.num_tokens)
+        # A rejected draft is written over.
+        cut = random.choice([0, 0, 0, 0, 0, 0, 0, 1, 3])
+        offsets.append(max(0, request.num_tokens - cut))
         counts.append(appended)
         tokens += random.choices(range(50), k=appended)
     runs.append((OperationKind.GROW, len(handles)))
@@ -107,11 +119,22 @@ def all_of(depot: Depot, session: Session) -> list[object]:
     ]  # fmt: skip
 
 
+CHUNKED = ChunkedLocalAttentionSpec(4, num_kv_heads=1, head_size=16, attention_chunk_size=8)
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [(full(),), (full(), window(5)), (full(), CHUNKED), (window(9),), (full(), mamba("align"))],
+    ids=["full", "full-window", "full-chunks", "window", "full-states"],
+)
 @pytest.mark.parametrize("seed", range(20))
-def test_steps_are_answered_as_in_full(seed: int) -> None:
+def test_steps_are_answered_as_in_full(seed: int, specs: tuple[KVCacheSpec, ...]) -> None:
     random, outcomes = Random(seed), set()
     num_blocks, lag = random.choice([12, 20, 60]), random.randrange(3)
-    depots = [make_depot(num_blocks) for _ in range(2)]
+    config = groups_config(
+        num_blocks * len(specs), *specs, max_model_len=random.choice([40, 131_072])
+    )
+    depots = [Depot(config) for _ in range(2)]
     sessions = [depot.open_session("") for depot in depots]
     sessions[1].session_id = sessions[0].session_id  # a refusal names it
     never_settled(sessions[1].manager)
@@ -201,3 +224,4 @@ def test_who_changes_an_allocation_says_when_it_changes_nothing() -> None:
             pass
 
     assert not Forgetful.is_settled(None, "a", 1, 2, 2)  # type: ignore[arg-type]
+    assert Forgetful.quiet_limits(None, "a", 1) == (0, 0)  # type: ignore[arg-type]

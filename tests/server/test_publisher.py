@@ -18,7 +18,7 @@ from kvcore.errors import (
     Unavailable,
 )
 from kvcore.events import AllBlocksCleared
-from kvcore.feed import Entry, RemovedBlocks, StoredBlocks, StoredRun, events_of
+from kvcore.feed import ContentKind, Entry, RemovedBlocks, StoredBlocks, StoredRun, events_of
 from kvdepot.v1 import event_pb2
 from kvserver import convert
 from kvserver.publisher import BATCH_BYTES_MAX, Publisher
@@ -97,17 +97,13 @@ def test_events_are_numbered_batched_and_resumed_from_within_a_batch() -> None:
 @pytest.mark.parametrize("num_tokens", [16, 600, 8192], ids="{} tokens a block".format)
 def test_entries_of_the_feed_are_sent_as_their_events(num_tokens: int) -> None:
     run = StoredRun(
+        ContentKind(num_tokens, 0, "full_attention", None, "CPU"),
         parent_hash=b"p" * 32,
         hashes=[bytes([number]) * 32 for number in range(32)],
         tokens=bytes(range(128)) * num_tokens,
-        block_size=num_tokens,
         extra_keys=[("adapter", f"salt {number}") for number in range(32)],
         lora_id=3,
         lora_name="adapter",
-        group=0,
-        spec_kind="full_attention",
-        sliding_window=None,
-        medium="CPU",
     )
     entries: list[Entry] = [
         StoredBlocks(run, 0, 31),
