@@ -38,8 +38,8 @@ help:
 	  -c constraints.txt -e '.[server,dev]'
 	@touch $@
 
-# The script writes .ready last.
-$(ORACLE)/.ready:
+# The script writes .ready last; one that is older may lack something.
+$(ORACLE)/.ready: tests/oracle/setup.sh
 	@tests/oracle/setup.sh '$(ORACLE)'
 
 demo: .venv/.installed

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks import core, crowd, pull, remote, rpc
+from benchmarks import core, crowd, facade, pull, remote, rpc, scheduler
 from benchmarks.pairs import Row, Settings, table
 
 PARTS: dict[str, Callable[[Settings], Iterator[Row]]] = {
@@ -19,6 +19,8 @@ PARTS: dict[str, Callable[[Settings], Iterator[Row]]] = {
     "remote": remote.rows,
     "crowd": crowd.rows,
     "pull": pull.rows,
+    "facade": facade.rows,
+    "scheduler": scheduler.rows,
 }
 QUICK = Settings(num_pairs=2, scale=0.05)
 

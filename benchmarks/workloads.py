@@ -283,6 +283,12 @@ class Decode(Workload):
         self.manager.take_new_block_ids()
 
 
+class DecodeWall(Decode):
+    """The same by the wall clock, for what is compared with calls that wait."""
+
+    clock = staticmethod(perf_counter)
+
+
 class Hash(Workload):
     """All blocks of one long prompt."""
 
@@ -301,6 +307,7 @@ WORKLOADS: dict[str, Callable[[Side, int], Workload]] = {
     "admit 100%": lambda side, n: Admit(side, n, num_hit_tokens=PROMPT_TOKENS),
     "evict": lambda side, n: Admit(side, n, evicting=True),
     "decode": Decode,
+    "decode wall": DecodeWall,
     "hybrid admit 0%": lambda side, n: Admit(side, n, hybrid=True),
     "hybrid admit 50%": lambda side, n: Admit(
         side, n, num_hit_tokens=PROMPT_TOKENS // 2, hybrid=True

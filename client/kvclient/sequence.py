@@ -5,74 +5,128 @@ No input or output here: the clients ask before a call and tell how it went.
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from collections import deque
+from typing import Any, Generic, TypeVar
 
 from kvclient import convert
 from kvclient.calls import Call
 from kvclient.errors import FailedPrecondition, KVDepotError, ResourceExhausted, Unavailable
 
+Result = TypeVar("Result")
+
+
+class Flight(Generic[Result]):
+    """One call from when it got its number until its answer, or its error, is known.
+
+    ``fetch`` takes the flight and gives the reply; it sends the call (again) if need be.
+    ``asked_at`` is when the call was last sent, in seconds of the monotonic clock.
+    """
+
+    __slots__ = ("_error", "_reply", "asked_at", "call", "fetch", "is_settled", "sent_on")
+
+    def __init__(self, call: Call[Result], fetch: Any) -> None:
+        self.call = call
+        self.fetch = fetch
+        self.asked_at = time.monotonic()
+        # The connection that carries it, where there is one.
+        self.sent_on: Any = None
+        self.is_settled = False
+        self._reply: Any = None
+        self._error: KVDepotError | None = None
+
+    def result(self) -> Result:
+        """What the call gives or raises, once it is settled."""
+        assert self.is_settled
+        if self._error is not None:
+            raise self._error
+        return self.call.read(self._reply)
+
+    def settle(self, reply: Any, error: KVDepotError | None) -> None:
+        """It was answered, or failed for good."""
+        self._reply, self._error = reply, error
+        self.is_settled = True
+
 
 class Sequence:
-    """The calls of one session, one at a time.
+    """The calls of one session, in order.
 
-    A call whose answer did not come may or may not have been done. It stays
-    ``pending``: sent again with its number, it is done once, whatever happened. That
-    must come before the next call, for the server takes no number out of turn.
+    A call whose answer did not come may or may not have been done. It stays in flight:
+    sent again with its number, it is done once, whatever happened. That must come before
+    the calls after it, for the server takes no number out of turn.
     """
 
     def __init__(self, session_id: str, epoch: str) -> None:
         self.session_id = session_id
         self.epoch = epoch
-        self.pending: Call[Any] | None = None
-        self._next = 1
+        # Oldest first, with consecutive numbers.
+        self.flights: deque[Flight[Any]] = deque()
+        self._first = 1
         # The last call was refused on the way: it may or may not have taken its number.
         self._unsure = False
 
-    def begin(self, call: Call[Any]) -> None:
-        """Gives the call the next number."""
-        assert self.pending is None
-        self._number(call)
-        self.pending = call
+    @property
+    def pending(self) -> Flight[Any] | None:
+        """The oldest call whose answer did not come yet."""
+        return self.flights[0] if self.flights else None
 
-    def succeeded(self) -> None:
+    def begin(self, call: Call[Result], fetch: Any = None) -> Flight[Result]:
+        """Gives the call the next number."""
+        flight = Flight(call, fetch)
+        self._number(flight, self._first + len(self.flights))
+        self.flights.append(flight)
+        return flight
+
+    def succeeded(self, reply: Any = None) -> None:
         """The pending call was answered."""
-        self.pending = None
         self._unsure = False
-        self._next += 1
+        self._settled(reply, None)
 
     def failed(self, error: KVDepotError) -> bool:
         """The pending call ended in ``error``; whether to send it again now, renumbered."""
-        call = self.pending
-        assert call is not None
         if isinstance(error, FailedPrecondition) and error.expected_op_seq is not None:
-            if self._unsure and error.expected_op_seq == self._next - 1:
-                self._next -= 1
+            if self._unsure and error.expected_op_seq == self._first - 1:
                 self._unsure = False
-                self._number(call)
+                self._renumber(self._first - 1)
                 return True
-            if error.expected_op_seq == self._next + 1:
-                self.succeeded()  # it was done, but its answer is kept no more
-            self.pending = None
+            first = self._first
+            if first < error.expected_op_seq <= first + len(self.flights):
+                # It was done, but its answer is kept no more.
+                self._unsure = False
+                self._settled(None, error)
+            else:
+                self._settled(None, error)
+                self._renumber(first)
         elif error.answered and not isinstance(error, Unavailable):
-            self.succeeded()
+            self._unsure = False
+            self._settled(None, error)
         elif isinstance(error, ResourceExhausted):
             # Too large for the wire, one way or the other; sending it again is no use.
-            self.succeeded()
+            self._settled(None, error)
             self._unsure = True
         return False
 
-    def _number(self, call: Call[Any]) -> None:
+    def _settled(self, reply: Any, error: KVDepotError | None) -> None:
+        self.flights.popleft().settle(reply, error)
+        self._first += 1
+
+    def _renumber(self, first: int) -> None:
+        self._first = first
+        for number, flight in enumerate(self.flights, first):
+            self._number(flight, number)
+
+    def _number(self, flight: Flight[Any], op_seq: int) -> None:
         convert.set_context(
-            call.request.context,
+            flight.call.request.context,
             session_id=self.session_id,
             epoch=self.epoch,
-            op_seq=self._next,
-            mark=call.mark,
+            op_seq=op_seq,
+            mark=flight.call.mark,
         )
 
 
 def unsettled(error: KVDepotError) -> Unavailable:
-    """What a call raises that is not begun, as the one before it failed again with ``error``."""
+    """What a call raises that is not begun, as one before it failed again with ``error``."""
     return Unavailable(
         f"not begun; the call before it is not settled: {error.message}",
         reason="UNSETTLED",

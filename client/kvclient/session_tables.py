@@ -18,7 +18,8 @@ class SessionTables:
     def __init__(self, pool: PoolDescription) -> None:
         groups = pool.groups
         self._pool = pool
-        self._num_requests = 0
+        # Those with tables.
+        self.num_requests = 0
         self._shares = [
             pool.enable_prefix_caching and group.kind in _SHARED_KINDS for group in groups
         ]
@@ -39,7 +40,7 @@ class SessionTables:
         """The tables of a request that is admitted; see RequestTables.admit."""
         tables = RequestTables(self._pool, num_prompt_tokens, self._left)
         tables.admit(hit, new_blocks, num_computed_tokens, num_external_tokens)
-        self._num_requests += 1
+        self.num_requests += 1
         self._refer(tables.blocks, 1)
         self._note_new(new_blocks)
         return tables
@@ -47,12 +48,15 @@ class SessionTables:
     def grow(self, tables: RequestTables, new_blocks: BlockTables) -> None:
         """New blocks of a running request."""
         tables.grow(new_blocks)
-        self._refer(new_blocks, 1)
-        self._note_new(new_blocks)
+        for group, blocks in enumerate(new_blocks):
+            if blocks:
+                self._refer_in(group, blocks, 1)
+                if self._zeroes[group]:
+                    self._new_block_ids[group].extend(blocks)
 
     def end(self, tables: RequestTables) -> BlockTables:
         """The request holds no tables any more; its blocks stay referenced until ``drop``."""
-        self._num_requests -= 1
+        self.num_requests -= 1
         return tables.blocks
 
     def drop(self, blocks: BlockTables) -> None:
@@ -67,7 +71,7 @@ class SessionTables:
             while (
                 shares
                 and num_common < len(table)
-                and references[table[num_common]] == self._num_requests
+                and references[table[num_common]] == self.num_requests
             ):
                 num_common += 1
             common.append(num_common)
@@ -86,17 +90,21 @@ class SessionTables:
 
     def _left(self, group: int, block_id: int) -> None:
         """A block was freed while its request runs."""
-        self._count(group, block_id, -1)
+        self._refer_in(group, [block_id], -1)
 
-    def _refer(self, blocks: BlockTables, change: int) -> None:
-        for group, table in enumerate(blocks):
-            for block_id in table:
-                self._count(group, block_id, change)
+    def _refer(self, tables: BlockTables, change: int) -> None:
+        for group, blocks in enumerate(tables):
+            self._refer_in(group, blocks, change)
 
-    def _count(self, group: int, block_id: int, change: int) -> None:
-        if block_id == NULL_BLOCK or not self._shares[group]:
+    def _refer_in(self, group: int, blocks: list[int], change: int) -> None:
+        if not self._shares[group]:
             return
         references = self._references[group]
-        references[block_id] += change
-        if not references[block_id]:
-            del references[block_id]
+        for block_id in blocks:
+            if block_id == NULL_BLOCK:
+                continue
+            num_references = references[block_id] + change
+            if num_references:
+                references[block_id] = num_references
+            else:
+                del references[block_id]

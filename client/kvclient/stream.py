@@ -1,56 +1,103 @@
-"""StepStream over the synchronous stub: a queue for requests, an iterator of replies."""
+"""StepStream over the synchronous stub: a queue for requests, an iterator of replies.
+
+Replies to Steps that nobody waits for yet are read by a thread; one that is waited for at
+once is read by its caller, which costs a change of threads less.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
 import weakref
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from kvclient import calls
-from kvclient.calls import Call
 from kvclient.channel import BACKOFFS_S
 from kvclient.errors import (
     DeadlineExceeded,
     FailedPrecondition,
     InternalError,
+    InvalidArgument,
     Unavailable,
     unanswered,
 )
+from kvclient.sequence import Flight
 from kvclient.values import Step, StepMark, StepResult
 
 if TYPE_CHECKING:
     from kvclient.session import Session
 
+STEPS_IN_FLIGHT_MAX = 8
+"""Steps that may be sent before the first of them is answered, unless told otherwise."""
+
+
+class PendingStep:
+    """A Step that was sent. Its answer comes meanwhile."""
+
+    __slots__ = ("_flight", "_session")
+
+    def __init__(self, session: Session, flight: Flight[StepResult]) -> None:
+        self._session = session
+        self._flight = flight
+
+    def result(self) -> StepResult:
+        """The answer, waited for. It raises what ``Session.step`` would have raised.
+
+        After Unavailable or DeadlineExceeded the answer is still not known: ask again.
+        """
+        return self._session._result(self._flight)
+
+    def is_here(self) -> bool:
+        """Whether ``result`` would not wait."""
+        flight = self._flight
+        if flight.is_settled:
+            return True
+        connection = flight.sent_on
+        if connection is None or connection.is_over:
+            return False
+        flights = self._session._sequence.flights
+        return flight in list(flights)[: connection.replies.qsize()]
+
 
 class StepStream:
-    """Steps of one session, one at a time. Opens when first used, again when it broke.
+    """Steps of one session. Opens when first used, again when it broke.
 
-    A Step whose answer a broken stream lost is sent again with its number.
+    Up to ``max_in_flight`` may be sent before the first is answered; one more waits for
+    that. What a broken stream left unanswered is sent again, in order, with its number.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, max_in_flight: int | None = None) -> None:
         self._session = session
         self._timeout_s = session.client.timeout_s
-        self._requests: SimpleQueue[Any] = SimpleQueue()
-        self._replies: Any = None
-        self._deadline: float | None = None
-        self._late = False
-        self._closed = threading.Event()
+        self._connection: _Connection | None = None
+        self._closed = False
+        self._ended = threading.Event()
         self._watch: threading.Thread | None = None
+        self._max_in_flight = checked_max_in_flight(max_in_flight, session.reply_window)
 
     def call(self, step: Step, *, mark: StepMark | None = None) -> StepResult:
         """The answer to one Step."""
-        if self._closed.is_set():
+        return self.send(step, mark=mark, is_awaited=True).result()
+
+    def send(
+        self, step: Step, *, mark: StepMark | None = None, is_awaited: bool = False
+    ) -> PendingStep:
+        """Sends a Step and does not wait for its answer; in order with all other calls.
+
+        ``is_awaited``: its result is asked for at once, which may as well send it.
+        """
+        if self._closed:
             raise FailedPrecondition("the stream is closed", reason="STREAM_CLOSED")
-        return self._session._call(calls.step(step, mark), self._send)
+        call = calls.step(step, mark)
+        return PendingStep(self._session, self._session._begin(call, self, is_awaited=is_awaited))
 
     def close(self) -> None:
-        """Ends the stream; the session stays."""
-        self._closed.set()
+        """Ends the stream; the session stays, and so does what is in flight."""
+        self._closed = True
+        self._ended.set()
         self._drop()
 
     def __enter__(self) -> StepStream:
@@ -62,14 +109,49 @@ class StepStream:
     def __del__(self) -> None:
         self.close()
 
-    def _send(self, call: Call[Any]) -> Any:
-        """Half the time for an answer; then, or when the stream breaks, sent again on a new one."""
+    def _takes(self, flights: Any) -> bool:
+        """Whether another Step may follow these now, or they must be settled first."""
+        if not flights:
+            return True
+        connection = self._connection
+        return (
+            len(flights) < self._max_in_flight
+            and connection is not None
+            and not connection.is_over
+            and flights[0].sent_on is connection
+            and flights[-1].sent_on is connection
+        )
+
+    def _put(self, flight: Flight[Any], *, is_awaited: bool) -> None:
+        """Sends it, if need be on a new connection. ``is_awaited``: its caller reads the reply."""
+        connection = self._connection
+        if connection is None or connection.is_over:
+            self._drop()
+            open_stream = self._session.client._stubs.method("KVCacheService", "StepStream")
+            connection = self._connection = _Connection(open_stream)
+            if self._watch is None:
+                # It knows the stream weakly: one that nobody refers to any more ends.
+                interval_s = min(0.5, self._timeout_s / 8)
+                self._watch = threading.Thread(
+                    target=_watch, args=(weakref.ref(self), self._ended, interval_s), daemon=True
+                )
+                self._watch.start()
+        flight.sent_on = connection
+        flight.asked_at = time.monotonic()
+        connection.put(flight.call.request, is_awaited=is_awaited)
+
+    def _fetch(self, flight: Flight[Any]) -> Any:
+        """The reply to the oldest flight.
+
+        Half the time for an answer; then, or when the stream breaks, sent again on a new
+        one. What follows on the broken one is sent again as its turn comes.
+        """
         deadline = time.monotonic() + self._timeout_s
         waits_s = iter(BACKOFFS_S)
         while True:
             left_s = deadline - time.monotonic()
             try:
-                return self._send_once(call, min(left_s, self._timeout_s / 2))
+                return self._fetch_once(flight, min(left_s, self._timeout_s / 2))
             except Unavailable:
                 wait_s = next(waits_s, None)
                 if wait_s is None or time.monotonic() + wait_s >= deadline:
@@ -79,69 +161,135 @@ class StepStream:
                 if time.monotonic() >= deadline or next(waits_s, None) is None:
                     raise
 
-    def _send_once(self, call: Call[Any], timeout_s: float) -> Any:
-        if self._replies is None:
-            self._open()
+    def _fetch_once(self, flight: Flight[Any], timeout_s: float) -> Any:
+        if flight.sent_on is None or flight.sent_on is not self._connection:
+            if self._closed:
+                return self._session._send(flight)
+            self._put(flight, is_awaited=True)
+        connection = flight.sent_on
         try:
-            self._deadline = time.monotonic() + timeout_s
-            self._requests.put(call.request)
-            reply = next(self._replies)
-        except StopIteration:
-            self._drop()
-            raise Unavailable(
-                "the server ended the stream", reason="STREAM_ENDED", retryable=True
-            ) from None
-        except grpc.RpcError as error:
-            self._drop()
-            if self._late:
-                raise DeadlineExceeded(
-                    f"no answer within {timeout_s:g} s", reason="DEADLINE_EXCEEDED", retryable=True
-                ) from None
-            closed = self._closed.is_set() or self._session.client._stubs.closed
-            raise unanswered(error, closed=closed) from None
+            reply = connection.receive(max(0.0, timeout_s))
+        except Empty:
+            reply = None
         except BaseException:
             self._drop()
             raise
-        finally:
-            self._deadline = None
-        if reply.op_seq != call.request.context.op_seq:
+        if reply is None or isinstance(reply, grpc.RpcError):
+            self._drop()
+            if connection.is_late:
+                raise DeadlineExceeded(
+                    f"no answer within {timeout_s:g} s", reason="DEADLINE_EXCEEDED", retryable=True
+                )
+            if reply is None:
+                raise Unavailable(
+                    "the server ended the stream", reason="STREAM_ENDED", retryable=True
+                )
+            closed = self._closed or self._session.client._stubs.closed
+            raise unanswered(reply, closed=closed)
+        if reply.op_seq != flight.call.request.context.op_seq:
             self._drop()
             raise InternalError(
-                f"asked {call.request.context.op_seq}, answered {reply.op_seq}", reason="BAD_REPLY"
+                f"asked {flight.call.request.context.op_seq}, answered {reply.op_seq}",
+                reason="BAD_REPLY",
             )
         return reply
 
-    def _open(self) -> None:
-        open_stream = self._session.client._stubs.method("KVCacheService", "StepStream")
-        self._requests = SimpleQueue()
-        self._late = False
-        self._replies = open_stream(iter(self._requests.get, None))
-        if self._watch is None:
-            # It knows the stream weakly: one that nobody refers to any more ends.
-            interval_s = min(0.5, self._timeout_s / 8)
-            self._watch = threading.Thread(
-                target=_watch, args=(weakref.ref(self), self._closed, interval_s), daemon=True
-            )
-            self._watch.start()
-
     def _drop(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+
+class _Connection:
+    """One open stream. What is received is a message, or the RpcError that ended it, or None."""
+
+    def __init__(self, open_stream: Any) -> None:
+        # Received already, of Steps that nobody waited for.
+        self.replies: SimpleQueue[Any] = SimpleQueue()
+        self.is_over = False
+        self.is_late = False
+        self._requests: SimpleQueue[Any] = SimpleQueue()
+        self._call = open_stream(iter(self._requests.get, None))
+        self._deadline: float | None = None
+        # Replies that the reader has or will have, and its orders; None ends it.
+        self._num_read_ahead = 0
+        self._orders: SimpleQueue[Any] = SimpleQueue()
+        self._reader: threading.Thread | None = None
+
+    def put(self, request: Any, *, is_awaited: bool) -> None:
+        """Sends one message. Unless ``is_awaited``, its reply is read as it comes."""
+        self._requests.put(request)
+        if is_awaited:
+            return
+        if self._reader is None:
+            self._reader = threading.Thread(target=self._read, name="kvdepot-steps", daemon=True)
+            self._reader.start()
+        self._num_read_ahead += 1
+        self._orders.put(True)
+
+    def receive(self, timeout_s: float) -> Any:
+        """The next reply. When it is late: Empty, or what ``cancel_if_late`` left."""
+        if self._num_read_ahead:
+            try:
+                reply = self.replies.get(timeout=timeout_s)
+            except Empty:
+                self.is_late = True
+                raise
+            self._num_read_ahead -= 1
+            return reply
+        self._deadline = time.monotonic() + timeout_s
+        try:
+            return self._next()
+        finally:
+            self._deadline = None
+
+    def cancel_if_late(self) -> None:
+        """A read has no deadline of its own: this ends one that takes too long."""
+        deadline = self._deadline
+        if deadline is not None and time.monotonic() > deadline:
+            self.is_late = True
+            self._call.cancel()
+
+    def close(self) -> None:
+        """Ends the stream."""
         self._requests.put(None)
-        if self._replies is not None:
-            self._replies.cancel()
-            self._replies = None
+        self._orders.put(None)
+        self._call.cancel()
 
-    def _cancel_if_late(self) -> None:
-        deadline, replies = self._deadline, self._replies
-        if deadline is not None and replies is not None and time.monotonic() > deadline:
-            self._late = True
-            replies.cancel()
+    def _next(self) -> Any:
+        try:
+            return next(self._call)
+        except StopIteration:
+            self.is_over = True
+            return None
+        except grpc.RpcError as error:
+            self.is_over = True
+            return error
+
+    def _read(self) -> None:
+        while self._orders.get() is not None:
+            self.replies.put(self._next())
 
 
-def _watch(stream: weakref.ref[StepStream], closed: threading.Event, interval_s: float) -> None:
-    """The synchronous stream has no deadline a message: this cancels it when one is late."""
-    while not closed.wait(interval_s):
+def _watch(stream: weakref.ref[StepStream], ended: threading.Event, interval_s: float) -> None:
+    while not ended.wait(interval_s):
         watched = stream()
         if watched is None:
             return
-        watched._cancel_if_late()
-        del watched
+        connection = watched._connection
+        if connection is not None:
+            connection.cancel_if_late()
+        del watched, connection
+
+
+def checked_max_in_flight(max_in_flight: int | None, reply_window: int) -> int:
+    """The bound as given, or the default; InvalidArgument beyond what the server replays."""
+    if max_in_flight is None:
+        return max(1, min(STEPS_IN_FLIGHT_MAX, reply_window))
+    if not 1 <= max_in_flight <= reply_window:
+        raise InvalidArgument(
+            f"max_in_flight must be at least 1 and at most the {reply_window} replies that the "
+            f"server keeps, not {max_in_flight}",
+            field="max_in_flight",
+        )
+    return max_in_flight

@@ -58,13 +58,14 @@ class RequestTables:
     ``on_removed`` is told of every block that leaves a table before the request ends.
     """
 
-    __slots__ = ("_allocated", "_last_state", "_on_removed", "_pool", "_prompt", "blocks")
+    __slots__ = ("_allocated", "_last_state", "_on_removed", "_pool", "_prompt", "_sizes", "blocks")
 
     def __init__(
         self, pool: PoolDescription, num_prompt_tokens: int, on_removed: Change | None = None
     ) -> None:
         self.blocks: BlockTables = tuple([] for _ in pool.groups)
         self._pool = pool
+        self._sizes = pool.table_block_sizes
         self._prompt = num_prompt_tokens
         self._on_removed = on_removed
         # Of Mamba groups that keep one state a step: whether they have had blocks for
@@ -84,7 +85,7 @@ class RequestTables:
             assert not table
             if group < len(hit):
                 table.extend(hit[group])
-            size = self._pool.table_block_sizes[group]
+            size = self._sizes[group]
             num_held = -(-num_computed_tokens // size) if num_external_tokens else len(table)
             skipped = num_skipped_tokens(self._pool.groups[group].spec, num_computed_tokens)
             if num_computed_tokens:
@@ -95,7 +96,8 @@ class RequestTables:
     def grow(self, new_blocks: Sequence[list[int]]) -> None:
         """New blocks of a running request."""
         for group, blocks in enumerate(new_blocks):
-            self._extend(group, blocks, len(self.blocks[group]))
+            if blocks:
+                self._extend(group, blocks, len(self.blocks[group]))
 
     def skip(self, num_computed_tokens: int) -> None:
         """Drop what no attention looks at once ``num_computed_tokens`` are computed.
@@ -106,7 +108,7 @@ class RequestTables:
             if not table:
                 continue
             spec = self._pool.groups[group].spec
-            size = self._pool.table_block_sizes[group]
+            size = self._sizes[group]
             if spec.rswa_window is not None:
                 start = max(self._prompt, num_computed_tokens - spec.rswa_window)
                 self._drop(group, -(-self._prompt // size), start // size)
@@ -119,6 +121,29 @@ class RequestTables:
             last = self._last_state.get(group)
             if last is not None and last < -(-computed // size) - 1:
                 self._drop(group, last, last + 1)
+
+    def next_skip(self, num_computed_tokens: int) -> int:
+        """The count, above the given one, at which ``skip`` may drop something more.
+
+        Not of Mamba groups, where every count may.
+        """
+        soonest = 1 << 62
+        for group, size in zip(self._pool.groups, self._sizes, strict=True):
+            spec = group.spec
+            if spec.rswa_window is not None:
+                kept = spec.rswa_window
+            elif spec.kind == "chunked_local_attention":
+                assert spec.attention_chunk_size
+                chunk = spec.attention_chunk_size
+                soonest = min(soonest, (num_computed_tokens // chunk + 1) * chunk)
+                continue
+            elif spec.sliding_window is not None and spec.kind.startswith("sliding_window"):
+                kept = spec.sliding_window - 1
+            else:
+                continue
+            num_dropped = max(0, num_computed_tokens - kept) // size
+            soonest = min(soonest, (num_dropped + 1) * size + kept)
+        return soonest
 
     def _drop(self, group: int, start: int, stop: int) -> None:
         """From the right, up to what was dropped before."""

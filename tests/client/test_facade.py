@@ -342,7 +342,7 @@ def test_every_decision_is_the_local_managers(
         groups=json.dumps(groups),
     )
     with server.client() as client, client.open_session() as session:
-        facade = Facade(session, steps_in_flight=steps_in_flight)
+        facade = Facade(session, strict=True, steps_in_flight=steps_in_flight)
         scheduler = Scheduler(facade, seed, groups, num_blocks)
         for _ in range(150):
             scheduler.step()

@@ -312,12 +312,15 @@ def _answered(error: KVDepotError) -> KVDepotError:
 def test_what_a_failed_call_leaves(error: KVDepotError, pending: bool, next_op_seq: int) -> None:
     sequence = Sequence("session", "epoch")
     call: Call[Any] = Call("KVCacheService", "Free", cache_pb2.FreeRequest(), lambda reply: reply)
-    sequence.begin(call)
+    flight = sequence.begin(call)
     assert sequence.failed(error) is False
-    assert (sequence.pending is call) is pending
-    sequence.pending = None
-    sequence.begin(call)
-    assert call.request.context.op_seq == next_op_seq
+    assert (sequence.pending is flight) is pending
+    assert flight.is_settled is not pending
+    if pending:
+        assert call.request.context.op_seq == next_op_seq
+    else:
+        sequence.begin(call)
+        assert call.request.context.op_seq == next_op_seq
 
 
 def test_no_grpc_error_escapes() -> None:

@@ -125,8 +125,8 @@ class Simulation:
                         pipelines=number % 2 == 0,
                         hurries=False,
                     )
-                    send = streams[number % len(sessions)]._send
-                    await self._call(session, planned, send if planned.method == "Step" else None)
+                    stream = streams[number % len(sessions)]
+                    await self._call(session, planned, stream if planned.method == "Step" else None)
 
         return self._run(everything())
 
@@ -200,7 +200,7 @@ class Simulation:
                 judged = self.judge.sessions[session.session_id]
                 planned = plan(chance, self.model, judged.session, pipelines=pipelines)
                 by_stream = planned.method == "Step" and chance.random() < 0.7
-                await self._call(session, planned, stream._send if by_stream else None)
+                await self._call(session, planned, stream if by_stream else None)
                 await asyncio.sleep(chance.expovariate(1000))
             if not dies:
                 await _insist(session.close)
@@ -236,7 +236,7 @@ class Simulation:
     def _pass_time(self) -> None:
         self.model.pass_time(asyncio.get_running_loop().time())
 
-    async def _call(self, session: Session, planned: Planned, send: Any) -> None:
+    async def _call(self, session: Session, planned: Planned, stream: Any) -> None:
         """One call, until its answer is known; it must be the one that the server gave."""
         judged = self.judge.sessions[session.session_id]
         op_seq = judged.expected
@@ -247,7 +247,10 @@ class Simulation:
         self.num_calls += 1
         code: Any = None
         try:
-            answer = await session._call(call, send)
+            if stream is None:
+                answer = await session._call(call)
+            else:
+                answer = await session._result(await session._begin(call, stream))
         except (Unavailable, DeadlineExceeded):
             answer = await _insist(session.settle)
         except CacheLost:

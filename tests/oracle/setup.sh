@@ -4,8 +4,9 @@
 #   tests/oracle/setup.sh [VENV]     default: $KVDEPOT_ORACLE_VENV, else .oracle-venv
 #
 # Takes about three minutes and 2 GB where pip finds the CPU build of torch (a build for CUDA
-# works too). A venv that is ready is left alone, whoever made it; one that this script left
-# half made is made anew; anything else in the way is an error.
+# works too). A venv that is ready is left alone, whoever made it, but for what kvclient needs
+# there: that is added if it is missing. One that this script left half made is made anew;
+# anything else in the way is an error.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -21,13 +22,26 @@ from importlib.metadata import version
 assert version("vllm") == "0.25.1", version("vllm")'
 }
 
-if [[ -e $ready ]]; then
+pip=("$venv/bin/python" -m pip --quiet --disable-pip-version-check)
+
+# The Scheduler there is a client of ours, too: its protobuf is the one that vLLM installs.
+add_wire() {
+  "$venv/bin/python" -c 'import google.protobuf, google.rpc.status_pb2, grpc' >/dev/null 2>&1 ||
+    "${pip[@]}" install --no-deps googleapis-common-protos==1.76.0 grpcio==1.78.0 \
+      protobuf==6.33.5
+}
+
+# What the venv has all of: raised when something is added above or below.
+edition=2
+if [[ -e $ready && $(<"$ready") == "$edition" ]]; then
+  touch "$ready"
   exit 0
 fi
 if [[ -e $making ]]; then
   rm -rf "$venv"
-elif [[ -x $venv/bin/python ]] && imports >/dev/null 2>&1; then
-  touch "$ready"
+elif [[ -e $ready ]] || { [[ -x $venv/bin/python ]] && imports >/dev/null 2>&1; }; then
+  add_wire
+  echo "$edition" >"$ready"
   exit 0
 elif [[ -d $venv && -n $(ls -A "$venv") ]]; then
   echo "$venv is in the way: it is no oracle, nor did this script make it" >&2
@@ -51,7 +65,6 @@ echo "making the oracle in $venv (some minutes)" >&2
 mkdir -p "$venv"
 touch "$making"
 "$python" -m venv "$venv"
-pip=("$venv/bin/python" -m pip --quiet --disable-pip-version-check)
 
 # torch brings its own requirements, which depend on its build.
 "${pip[@]}" install torch==2.13.0 numpy==2.3.5 setuptools==84.2.1
@@ -121,5 +134,6 @@ yarl==1.25.1
 PINS
 
 imports
+add_wire
 rm "$making"
-touch "$ready"
+echo "$edition" >"$ready"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvclient import calls
@@ -20,8 +19,8 @@ from kvclient.errors import (
 )
 from kvclient.lease import Lease
 from kvclient.reset import DrainPolls
+from kvclient.sequence import Flight, unsettled
 from kvclient.sequence import Sequence as OpSequence
-from kvclient.sequence import unsettled
 from kvclient.values import (
     Content,
     FreeMode,
@@ -156,16 +155,16 @@ class Session:
         """All operations of one scheduler step."""
         return await self._call(calls.step(step, mark))
 
-    def step_stream(self) -> StepStream:
-        """A stream on which steps cost less."""
-        return StepStream(self)
+    def step_stream(self, max_in_flight: int | None = None) -> StepStream:
+        """A stream on which steps cost less, and of which several may be in flight."""
+        return StepStream(self, max_in_flight)
 
     async def settle(self) -> Any:
         """The result of the last call, if its answer did not come; else None."""
         self._check_not_lost()
         async with self._lock:
-            pending = self._sequence.pending
-            return None if pending is None else await self._exchange(pending, self._send)
+            flights = self._sequence.flights
+            return await self._wait_for(flights[-1]) if flights else None
 
     async def close(self) -> int:
         """Frees all the session holds; answers the number of its requests.
@@ -201,38 +200,62 @@ class Session:
         if self._lost is not None:
             raise self._lost.again()
 
-    async def _call(
-        self, call: Call[Result], send: Callable[[Call[Any]], Awaitable[Any]] | None = None
-    ) -> Result:
-        """Settles what is pending, then does ``call``, one at a time."""
+    def _check_open(self) -> None:
         if self._closed:
             raise FailedPrecondition("the session is closed", reason="SESSION_CLOSED")
         self._check_not_lost()
-        async with self._lock:
-            self._check_not_lost()
-            if self._sequence.pending is not None:
-                await self._settle(self._sequence.pending)
-            self._sequence.begin(call)
-            return await self._exchange(call, send or self._send)
 
-    async def _settle(self, pending: Call[Any]) -> None:
+    async def _call(self, call: Call[Result]) -> Result:
+        """Settles what is in flight, then does ``call``, one at a time."""
+        self._check_open()
+        async with self._lock:
+            self._check_open()
+            await self._settle_all()
+            return await self._wait_for(self._sequence.begin(call, self._send))
+
+    async def _begin(self, call: Call[Result], stream: StepStream) -> Flight[Result]:
+        """Sends ``call`` on the stream, behind what it carries already."""
+        self._check_open()
+        async with self._lock:
+            self._check_open()
+            while not stream._takes(self._sequence.flights):
+                await self._settle_oldest()
+            flight = self._sequence.begin(call, stream._fetch)
+            await stream._put(flight)
+            return flight
+
+    async def _result(self, flight: Flight[Result]) -> Result:
+        """What a call gives or raises that was begun before."""
+        if not flight.is_settled:
+            async with self._lock:
+                return await self._wait_for(flight)
+        return flight.result()
+
+    async def _wait_for(self, flight: Flight[Result]) -> Result:
+        while not flight.is_settled:
+            self._check_not_lost()
+            await self._advance()
+        return flight.result()
+
+    async def _settle_all(self) -> None:
+        while self._sequence.flights:
+            await self._settle_oldest()
+
+    async def _settle_oldest(self) -> None:
+        """Its own error is its caller's: that one had no effect, or one that is no longer told."""
         try:
-            await self._exchange(pending, self._send)
+            await self._advance()
         except CacheLost:
             raise
         except KVDepotError as error:
-            if self._sequence.pending is not None:
-                raise unsettled(error) from None
-            # Else its own error, which its caller was spared: it had no effect, or one that
-            # is no longer told.
+            raise unsettled(error) from None
 
-    async def _exchange(
-        self, call: Call[Result], send: Callable[[Call[Any]], Awaitable[Any]]
-    ) -> Result:
+    async def _advance(self) -> None:
+        """Settles the oldest call in flight. Raises what kept its answer away."""
+        flight = self._sequence.flights[0]
         while True:
-            asked_at = time.monotonic()
             try:
-                reply = await send(call)
+                reply = await flight.fetch(flight)
             except KVDepotError as error:
                 lost = lost_by(error)
                 if lost is not None:
@@ -240,16 +263,19 @@ class Session:
                     raise lost from None
                 if self._sequence.failed(error):
                     continue
-                raise
-            self._lease.renewed(asked_at)
-            self._sequence.succeeded()
-            return call.read(reply)
+                if not flight.is_settled:
+                    raise
+                return
+            self._lease.renewed(flight.asked_at)
+            self._sequence.succeeded(reply)
+            return
 
-    async def _send(self, call: Call[Any]) -> Any:
+    async def _send(self, flight: Flight[Any]) -> Any:
         """Half the time for an answer; then sent again with its number, for the other half."""
         client = self.client
-        deadline = time.monotonic() + client.timeout_s
+        flight.asked_at = time.monotonic()
+        deadline = flight.asked_at + client.timeout_s
         try:
-            return await client._send(call, client.timeout_s / 2)
+            return await client._send(flight.call, client.timeout_s / 2)
         except DeadlineExceeded:
-            return await client._send(call, deadline - time.monotonic())
+            return await client._send(flight.call, deadline - time.monotonic())

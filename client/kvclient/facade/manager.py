@@ -1,0 +1,394 @@
+"""vLLM's KVCacheManager over a session. A vLLM 0.25.1 Scheduler takes it as its own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from kvclient.errors import BlocksInUse, InvalidArgument, KVDepotError
+from kvclient.facade.blocks import BlockPool, DetachedBlock, KVCacheBlocks
+from kvclient.facade.books import Books
+from kvclient.facade.growth import LazyGrowth, is_certain
+from kvclient.facade.known import KnownRequest
+from kvclient.facade.outbox import Ask, Outbox
+from kvclient.facade.stats import Coordinator
+from kvclient.introduce import introduction
+from kvclient.session import Session
+from kvclient.values import (
+    BlockTables,
+    Content,
+    FreeMode,
+    Outcome,
+    ResetMode,
+    SlotRequest,
+    StepMark,
+)
+
+
+class KVCacheManager(Books):
+    """The cache of one scheduler, kept by a server.
+
+    ``request`` is a vLLM Request or has its attributes. Block tables, common prefixes and
+    statistics are this side's.
+
+    ``strict``: every call is sent and waited for, and every decision is vLLM's. Otherwise
+    (lazy) a running request's growth is answered from blocks that were asked for a step
+    ahead, in one message a step; a growth that the pool refused ahead is asked for again,
+    and waited for, when it is needed. Lookups and admissions are waited for in any case;
+    frees and confirmations go with the next message. What then differs from vLLM:
+
+    - A running request holds the next step's block, at most one a group, from the end of
+      the step before on. So blocks are taken in another order, and in a short pool
+      somebody may be preempted, or admitted, a step sooner or later.
+    - Blocks that leave an attention window are free when their request is next heard of:
+      at most one block a group later.
+    - Full blocks become hits before the next lookup or at the end of the step, whichever
+      comes first; in a short pool, or when the tokens are known late (asynchronous
+      scheduling), with the step after.
+    - ``usage`` is that of the last answer, and blocks held ahead count.
+
+    Groups of states, of encoder tokens, and of kinds that are none of vLLM's make all
+    growth strict.
+
+    ``steps_in_flight`` is how many steps the scheduler runs ahead (1: synchronous, 2:
+    vLLM's AsyncScheduler); other sessions hit a block when its step has ended. None: each
+    call ends what was before it, which a scheduler that waits for its workers may say; not
+    one with Mamba groups, whose states of the present step must not be hit yet.
+
+    CacheLost passes through: make a new one over the reopened session, and admit the
+    requests again.
+
+    Not here: events come from the server's stream, so ``take_events`` has none;
+    ``coordinator`` has only what a Scheduler without connectors reads.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        *,
+        strict: bool = False,
+        log_stats: bool = True,
+        steps_in_flight: int | None = None,
+    ) -> None:
+        if steps_in_flight is not None and steps_in_flight < 1:
+            raise InvalidArgument("at least one step is in flight", field="steps_in_flight")
+        super().__init__(session, log_stats=log_stats)
+        self.strict = strict
+        self.block_pool = BlockPool(self.return_ticket)
+        self.coordinator = Coordinator()
+        self._stream = session.step_stream()
+        self._steps_in_flight = steps_in_flight
+        self._step = 0
+        self._detached: dict[int, BlockTables] = {}
+        self._growth: LazyGrowth | None = None
+        self._outbox = Outbox(self._stream, self._mark, self._answered)
+        if not strict and is_certain(session.pool):
+            self._growth = LazyGrowth(session.pool, self._tables, self._outbox)
+
+    def close(self) -> None:
+        """Sends what is queued, if the server can be reached, and ends the stream.
+
+        The session, and what it holds, stay.
+        """
+        with contextlib.suppress(KVDepotError):
+            self._outbox.settle()
+        self._stream.close()
+
+    # --- what is sent -----------------------------------------------------------------
+
+    def new_step_starts(self) -> None:
+        """The next scheduler step begins. What the one before asked ahead is sent by now."""
+        self._outbox.flush()
+        self._outbox.collect()
+        self._step += 1
+
+    def flush(self) -> None:
+        """Sends what is queued; a Scheduler need not, it calls something that does."""
+        self._outbox.flush()
+
+    def settle(self) -> None:
+        """As ``flush``, and waits until all that was sent is answered."""
+        self._outbox.settle()
+
+    def get_computed_blocks(self, request: Any) -> tuple[KVCacheBlocks, int]:
+        """The longest cached prefix, at most ``num_tokens - 1``. Takes no reference."""
+        self._outbox.flush()
+        hit = self.session.get_computed_blocks(
+            request.request_id, self._content(request), mark=self._mark()
+        )
+        self._sent(request, hit.handle)
+        self.coordinator.num_uncached_common_prefix_tokens = hit.num_uncached_common_prefix_tokens
+        stats = self.prefix_cache_stats
+        if stats is not None and self.enable_caching and not request.skip_reading_prefix_cache:
+            stats.record(request.num_tokens, hit.num_computed_tokens, request.num_preemptions > 0)
+        if not any(hit.blocks):
+            return self.empty_kv_cache_blocks, hit.num_computed_tokens
+        return KVCacheBlocks(hit.blocks), hit.num_computed_tokens
+
+    def allocate_slots(
+        self,
+        request: Any,
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        new_computed_blocks: KVCacheBlocks | None = None,
+        *,
+        num_lookahead_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+        delay_cache_blocks: bool = False,
+        num_encoder_tokens: int = 0,
+        full_sequence_must_fit: bool = False,
+        reserved_blocks: int = 0,
+        has_scheduled_reqs: bool = True,
+    ) -> KVCacheBlocks | None:
+        """The new blocks, or None when they do not fit now.
+
+        None as well when the hit has changed meanwhile, or a reset waits for what runs.
+        """
+        known = self._known.get(request.request_id)
+        if known is None or not (
+            known.running
+            and not num_external_computed_tokens
+            and not delay_cache_blocks
+            and not full_sequence_must_fit
+            and not reserved_blocks
+            and not num_encoder_tokens
+        ):
+            slots = SlotRequest(
+                request.request_id,
+                num_computed_tokens=request.num_computed_tokens,
+                num_new_tokens=num_new_tokens,
+                num_new_computed_tokens=num_new_computed_tokens if new_computed_blocks else 0,
+                num_lookahead_tokens=num_lookahead_tokens,
+                num_external_computed_tokens=num_external_computed_tokens,
+                delay_cache_blocks=delay_cache_blocks,
+                full_sequence_must_fit=full_sequence_must_fit,
+                reserved_blocks=reserved_blocks,
+                has_scheduled_reqs=has_scheduled_reqs,
+                num_encoder_tokens=num_encoder_tokens,
+            )
+            return self._admit(request, slots)
+        if (
+            request.num_computed_tokens + num_new_tokens < known.quiet_end
+            and num_lookahead_tokens == known.lookahead
+        ):
+            return self.empty_kv_cache_blocks
+        if self._growth is None:
+            return self._grow(request, known, num_new_tokens, num_lookahead_tokens)
+        new_blocks = self._growth.grow(request, known, num_new_tokens, num_lookahead_tokens)
+        return None if new_blocks is None else self._blocks(new_blocks)
+
+    def cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
+        """Makes the full blocks within ``num_computed_tokens`` hits, as written."""
+        known = self._known.get(request.request_id)
+        if known is None:
+            return
+        if self._growth is not None and known.running:
+            if num_computed_tokens < known.confirm_end:
+                return
+            if self._growth.confirm(known, num_computed_tokens):
+                return
+        content = self._content(request)
+        if content is not None:
+            self._outbox.flush()
+            self.session.cache_blocks(
+                request.request_id, num_computed_tokens, content, mark=self._mark()
+            )
+            self._sent(request, known.handle)
+            return
+        self._outbox.cache(known, num_computed_tokens)
+        self._outbox.exchange()
+
+    def free(self, request: Any) -> None:
+        """Gives the blocks back. A request that has not finished keeps its tokens there."""
+        mode = FreeMode.FINISH if request.is_finished() else FreeMode.PREEMPT
+        known = self._known.get(request.request_id)
+        if known is None:
+            return
+        if known.num_asked:
+            self._outbox.collect()  # what was refused ahead registers its full blocks first
+        self._outbox.free(known, mode)
+        if self.strict:
+            self._outbox.exchange()
+        if mode is FreeMode.FINISH:
+            del self._known[request.request_id]
+        self._tables.drop(self._end_table(known))
+        if self._tables.num_requests == 0:
+            # Nothing runs, so no message need follow that would carry it.
+            self._outbox.flush()
+
+    def pop_blocks_for_free(self, request: Any) -> list[DetachedBlock]:
+        """Ends the request, and keeps its blocks off the pool until they are freed."""
+        known = self._known.pop(request.request_id, None)
+        if known is None:
+            return []
+        if known.num_asked:
+            self._outbox.collect()
+        self._outbox.free(known, FreeMode.DETACH)
+        tickets = self._outbox.exchange().free_tickets
+        table = self._end_table(known)
+        if not tickets or not tickets[-1]:
+            return []
+        self._detached[tickets[-1]] = table
+        return [DetachedBlock(block_id, tickets[-1]) for group in table for block_id in group]
+
+    def return_ticket(self, ticket: int) -> None:
+        """Gives popped blocks back to the pool, tail first."""
+        table = self._detached.pop(ticket)
+        self._outbox.flush()
+        self.session.return_blocks(ticket, mark=self._mark())
+        self._tables.drop(table)
+        self._outbox.forget_free_blocks()
+
+    def reset_prefix_cache(
+        self, mode: ResetMode | str = ResetMode.REFUSE, timeout_s: float | None = None
+    ) -> bool:
+        """Empties the prefix cache; False, and nothing is done, while blocks are in use.
+
+        See ``Session.reset_prefix_cache`` for the other modes; a drain that takes longer
+        than ``timeout_s`` answers False too.
+        """
+        self._outbox.settle()
+        try:
+            self.session.reset_prefix_cache(mode, timeout_s=timeout_s, mark=self._mark())
+        except BlocksInUse:
+            return False
+        self._outbox.forget_free_blocks()
+        if self.prefix_cache_stats is not None:
+            self.prefix_cache_stats.reset = True
+        return True
+
+    def evict_blocks(self, block_ids: Iterable[int]) -> None:
+        """Takes these blocks out of the prefix cache; who holds one keeps it."""
+        self._outbox.settle()
+        # The null block has no content, and is in tables all the same.
+        self.session.client.evict_blocks(block_id for block_id in block_ids if block_id)
+
+    @property
+    def usage(self) -> float:
+        """Share of the pool that is in use, from 0 to 1, at the last Step's answer."""
+        num_free = self._outbox.num_free_blocks
+        if num_free is None:
+            num_free = self._outbox.exchange().free_blocks
+        return 1.0 - num_free / (self.session.pool.num_blocks - 1)
+
+    def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
+        """Leading blocks that all this session's requests share, by group.
+
+        None where blocks leave the tables of running requests. A Scheduler asks this when it
+        has scheduled a step: what the step asks ahead is sent now.
+        """
+        self._outbox.flush()
+        known = self._known.get(running_request_id)
+        if known is None or known.tables is None:
+            return [0] * self.num_kv_cache_groups
+        return self._tables.num_common_prefix_blocks(known.tables.blocks)
+
+    # --- inside -----------------------------------------------------------------------
+
+    def _admit(self, request: Any, slots: SlotRequest) -> KVCacheBlocks | None:
+        """Slots as asked for, with what is new of the request, waited for."""
+        known = self._known.get(request.request_id)
+        if known is not None:
+            self._outbox.wait_for(known)
+        result = self._outbox.exchange(replace(slots, content=self._content(request))).admissions[0]
+        self._sent(request, result.handle)
+        known = self._known[request.request_id]
+        num_external = slots.num_external_computed_tokens
+        num_computed = slots.num_computed_tokens + slots.num_new_computed_tokens + num_external
+        if known.tables is not None:
+            known.tables.skip(num_computed)
+        if result.outcome is not Outcome.OK:
+            return None
+        known.running = known.running or not slots.delay_cache_blocks
+        new_blocks = result.new_blocks
+        num_held = [len(blocks) for blocks in result.hit_blocks] or [0] * len(self._block_sizes)
+        if known.tables is None:
+            known.tables = self._tables.begin(
+                request.num_prompt_tokens,
+                result.hit_blocks,
+                new_blocks,
+                num_computed,
+                num_external,
+            )
+        else:
+            # Those held ahead come first in the server's table.
+            if any(known.reserve):
+                new_blocks = tuple(
+                    [*held, *new] for held, new in zip(known.reserve, new_blocks, strict=True)
+                )
+                known.reserve = ()
+            self._tables.grow(known.tables, new_blocks)
+        if self._growth is not None and known.running:
+            self._growth.begin(
+                request,
+                known,
+                num_computed,
+                slots.num_new_tokens or 0,
+                slots.num_lookahead_tokens,
+            )
+        if num_external == 0:
+            return self._blocks(new_blocks)
+        # Blocks for external tokens are in the table; new ones are those for what follows.
+        return self._blocks(
+            tuple(
+                blocks[max(0, -(-num_computed // block_size) - held) :]
+                for blocks, block_size, held in zip(
+                    new_blocks, self._block_sizes, num_held, strict=True
+                )
+            )
+        )
+
+    def _grow(
+        self, request: Any, known: KnownRequest, num_new_tokens: int, num_lookahead_tokens: int
+    ) -> KVCacheBlocks | None:
+        """Growth that is sent and waited for."""
+        content = self._content(request) or Content(token_offset=known.num_tokens)
+        assert isinstance(content.tokens, bytes)
+        ask = Ask(
+            known,
+            request.num_computed_tokens,
+            num_new_tokens,
+            num_lookahead_tokens,
+            content.token_offset,
+            content.tokens,
+        )
+        self._outbox.grow(ask)
+        self._outbox.exchange()
+        self._sent(request, known.handle)
+        assert known.tables is not None
+        known.tables.skip(request.num_computed_tokens)
+        if ask.outcome is not Outcome.OK:
+            return None
+        self._tables.grow(known.tables, ask.new_blocks)
+        return self._blocks(ask.new_blocks)
+
+    def _answered(self, ask: Ask) -> None:
+        if self._growth is not None:
+            self._growth.answered(ask)
+
+    def _mark(self) -> StepMark | None:
+        if self._steps_in_flight is None:
+            return None
+        return StepMark(self._step, max(0, self._step - self._steps_in_flight))
+
+    def _content(self, request: Any) -> Content | None:
+        """What the server does not have of the request's tokens."""
+        known = self._known.get(request.request_id)
+        return introduction(
+            request,
+            None if known is None else known.num_tokens,
+            self.session.pool.hash_block_size,
+        )
+
+    def _sent(self, request: Any, handle: int) -> None:
+        known = self._known.get(request.request_id)
+        if known is None:
+            known = self._known[request.request_id] = KnownRequest(handle)
+        known.num_tokens = request.num_tokens
+
+    def _end_table(self, known: KnownRequest) -> BlockTables:
+        tables = known.tables
+        known.end()
+        return self.empty_kv_cache_blocks.blocks if tables is None else self._tables.end(tables)

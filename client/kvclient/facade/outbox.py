@@ -1,0 +1,282 @@
+"""What the facade has to send, in order, and what it sent and has no answer to."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from kvclient.errors import InternalError, InvalidArgument, NotFound
+from kvclient.facade.known import KnownRequest
+from kvclient.stream import PendingStep, StepStream
+from kvclient.values import (
+    BlockTables,
+    Cache,
+    Free,
+    FreeMode,
+    Grow,
+    OperationKind,
+    Outcome,
+    SlotRequest,
+    Step,
+    StepMark,
+    StepResult,
+)
+
+_EXPECTED = (Outcome.OK, Outcome.NO_FIT, Outcome.HIT_CHANGED, Outcome.RESETTING)
+_OK = Outcome.OK
+OPERATIONS_MAX = 4096
+"""Operations that wait; one more sends them."""
+
+
+class Ask:
+    """One request's growth: to ``num_computed`` + ``num_new`` tokens, and the lookahead.
+
+    ``tokens`` (as the wire has them) begin at ``offset``. ``outcome`` is None until it is
+    answered.
+    """
+
+    __slots__ = (
+        "end",
+        "is_ahead",
+        "known",
+        "life",
+        "lookahead",
+        "new_blocks",
+        "num_computed",
+        "num_new",
+        "num_scheduled",
+        "offset",
+        "outcome",
+        "registers",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        known: KnownRequest,
+        num_computed: int,
+        num_new: int,
+        lookahead: int,
+        offset: int,
+        tokens: bytes,
+    ) -> None:
+        self.known = known
+        self.life = known.life
+        self.num_computed = num_computed
+        self.num_new = num_new
+        self.lookahead = lookahead
+        self.offset = offset
+        self.tokens = tokens
+        # Of an ask ahead: how many of the new tokens are of this step, and whether a block
+        # is full with them.
+        self.is_ahead = False
+        self.num_scheduled = num_new
+        self.registers = False
+        # Slots that the request then has in every group.
+        self.end = 0
+        self.outcome: Outcome | None = None
+        self.new_blocks: BlockTables = ()
+
+
+class Outbox:
+    """Operations for one StepStream.
+
+    What is queued goes out in order with whatever is sent next; asks ahead last, so that
+    they take no block from what cannot wait. ``on_answer`` is told of each answered ask.
+    """
+
+    def __init__(
+        self,
+        stream: StepStream,
+        mark: Callable[[], StepMark | None],
+        on_answer: Callable[[Ask], None] | None = None,
+    ) -> None:
+        self._stream = stream
+        self._mark = mark
+        self._on_answer = on_answer
+        # Cache and Free operations and asks: in order.
+        self._queue: list[tuple[OperationKind, object, int]] = []
+        # Of the asks among them: a Step has one.
+        self._lookahead: int | None = None
+        self._ahead: list[Ask] = []
+        self._sent: deque[tuple[PendingStep, list[Ask]]] = deque()
+        # At the last answer, for this session.
+        self.num_free_blocks: int | None = None
+
+    def __len__(self) -> int:
+        return len(self._queue) + len(self._ahead)
+
+    def cache(self, known: KnownRequest, num_computed_tokens: int) -> None:
+        """The bytes of so many tokens are written."""
+        self._add(OperationKind.CACHE, known.handle, num_computed_tokens)
+
+    def free(self, known: KnownRequest, mode: FreeMode) -> None:
+        """The request ends, is preempted, or detached. What it asked ahead is not asked."""
+        if self._ahead:
+            for ask in self._ahead:
+                if ask.known is known:
+                    known.num_tokens = min(known.num_tokens, ask.offset)
+            self._ahead = [ask for ask in self._ahead if ask.known is not known]
+        self._add(OperationKind.FREE, known.handle, mode)
+
+    def grow(self, ask: Ask) -> None:
+        """Growth that does not wait for the end of the step."""
+        if self._lookahead not in (None, ask.lookahead):
+            self._send(with_ahead=False)
+        self._lookahead = ask.lookahead
+        self._add(OperationKind.GROW, ask, 0)
+
+    def ask_ahead(self, ask: Ask) -> None:
+        """Growth that may: it is sent behind everything else."""
+        if self._ahead and self._ahead[-1].lookahead != ask.lookahead:
+            self.flush()  # a Step has one lookahead
+        self._ahead.append(ask)
+
+    def has_ahead(self, known: KnownRequest) -> bool:
+        """Whether an ask of this request waits to be sent."""
+        return any(ask.known is known for ask in self._ahead)
+
+    def _add(self, kind: OperationKind, subject: object, argument: int) -> None:
+        if len(self) >= OPERATIONS_MAX:
+            self.flush()
+        self._queue.append((kind, subject, argument))
+
+    # --- to the server and back -------------------------------------------------------
+
+    def flush(self) -> None:
+        """Sends what is queued, if anything is; its answer is read later."""
+        if self._queue or self._ahead:
+            self._send(with_ahead=True)
+
+    def exchange(self, *admissions: SlotRequest, with_ahead: bool = True) -> StepResult:
+        """Sends what is queued, and these admissions behind it; their answer.
+
+        Without ``with_ahead``, asks ahead wait on.
+        """
+        return self._answer_to(self._send(admissions, with_ahead=with_ahead, is_awaited=True))
+
+    def collect(self) -> None:
+        """Reads the answers that are here."""
+        while self._sent and self._sent[0][0].is_here():
+            self._read()
+
+    def forget_free_blocks(self) -> None:
+        """Their number has changed otherwise."""
+        self.num_free_blocks = None
+
+    def wait_for(self, known: KnownRequest) -> None:
+        """Sends and reads until nothing is asked for this request."""
+        if self.has_ahead(known):
+            self.flush()
+        while known.num_asked and self._sent:
+            self._read()
+
+    def settle(self) -> None:
+        """Sends and reads everything."""
+        while self._sent or len(self):
+            self.flush()
+            self._read()
+
+    def _send(
+        self,
+        admissions: tuple[SlotRequest, ...] = (),
+        *,
+        with_ahead: bool = True,
+        is_awaited: bool = False,
+    ) -> PendingStep:
+        ahead = self._ahead if with_ahead else []
+        if ahead and self._lookahead not in (None, ahead[0].lookahead):
+            self._send(with_ahead=False)
+        queue = self._queue
+        runs: list[tuple[OperationKind, int]] = []
+        asks: list[Ask] = []
+        caches: list[tuple[int, int]] = []
+        frees: list[tuple[int, int]] = []
+        for kind, subject, argument in queue:
+            if runs and runs[-1][0] is kind:
+                runs[-1] = (kind, runs[-1][1] + 1)
+            else:
+                runs.append((kind, 1))
+            if isinstance(subject, Ask):
+                asks.append(subject)
+            else:
+                assert isinstance(subject, int)
+                column = caches if kind is OperationKind.CACHE else frees
+                column.append((subject, argument))
+        if ahead:
+            asks.extend(ahead)
+            runs.append((OperationKind.GROW, len(ahead)))
+        if admissions:
+            runs.append((OperationKind.ADMIT, len(admissions)))
+        step = Step(
+            runs,
+            on_no_fit_stop=False,
+            admissions=admissions,
+            grow=_grow(asks),
+            cache=Cache(*zip(*caches, strict=True)) if caches else _NO_CACHE,
+            free=Free(*zip(*frees, strict=True)) if frees else _NO_FREE,
+        )
+        pending = self._stream.send(step, mark=self._mark(), is_awaited=is_awaited)
+        # Only now: what could not be sent stays queued.
+        self._queue = []
+        self._lookahead = None
+        if with_ahead:
+            self._ahead = []
+        self._sent.append((pending, asks))
+        return pending
+
+    def _answer_to(self, pending: PendingStep) -> StepResult:
+        while True:
+            read, result = self._read()
+            if read is pending:
+                return result
+
+    def _read(self) -> tuple[PendingStep, StepResult]:
+        """The answer to the oldest message; what waits for it is told."""
+        pending, asks = self._sent[0]
+        result = pending.result()
+        self._sent.popleft()
+        self.num_free_blocks = result.free_blocks
+        if asks:
+            outcomes = result.grow.outcomes
+            columns = [result.grow.new_blocks(group) for group in range(len(result.grow.counts))]
+            for index, ask in enumerate(asks):
+                ask.outcome = Outcome(outcomes[index]) if outcomes else _OK
+                ask.new_blocks = tuple([column[index] for column in columns])
+                if self._on_answer is not None:
+                    self._on_answer(ask)
+        _check(result)
+        return pending, result
+
+
+_NO_GROW, _NO_CACHE, _NO_FREE = Grow(), Cache(), Free()
+
+
+def _grow(asks: list[Ask]) -> Grow:
+    if not asks:
+        return _NO_GROW
+    return Grow(
+        handles=[ask.known.handle for ask in asks],
+        num_computed_tokens=[ask.num_computed for ask in asks],
+        num_new_tokens=[ask.num_new for ask in asks],
+        token_offsets=[ask.offset for ask in asks],
+        token_counts=[len(ask.tokens) // 4 for ask in asks],
+        tokens=b"".join([ask.tokens for ask in asks]),
+        num_lookahead_tokens=asks[0].lookahead,
+    )
+
+
+def _check(result: StepResult) -> None:
+    """Raises for an outcome that no caller can go on from."""
+    if result.errors:
+        error = result.errors[0]
+        raise InvalidArgument(error.message, reason=error.reason)
+    outcomes = {admission.outcome for admission in result.admissions}
+    outcomes.update(map(Outcome, result.grow.outcomes))
+    outcomes.update(map(Outcome, result.cache_outcomes))
+    outcomes.update(map(Outcome, result.free_outcomes))
+    for outcome in outcomes:
+        if outcome is Outcome.UNKNOWN_HANDLE:
+            raise NotFound("the server does not know the request", reason="UNKNOWN_HANDLE")
+        if outcome not in _EXPECTED:
+            raise InternalError(f"an operation answered {outcome.name}", reason="BAD_REPLY")

@@ -1,0 +1,254 @@
+"""The lazy facade when something breaks under it, or somebody else takes the blocks."""
+
+from __future__ import annotations
+
+import time
+from random import Random
+from typing import Any
+
+import pytest
+
+from kvclient import Client
+from kvclient.errors import CacheLost, Unavailable
+from kvclient.facade import KVCacheManager
+from kvclient.values import Content, Outcome, SlotRequest
+from lazy_scheduler import Request, SmallScheduler
+from test_facade import MAX_MODEL_LEN
+from wire import Wire
+
+BLOCK_SIZE, NUM_BLOCKS = 4, 400
+
+
+def scheduler_over(facade: KVCacheManager, **options: Any) -> SmallScheduler:
+    return SmallScheduler(
+        facade, 7, sizes=(BLOCK_SIZE,), max_model_len=MAX_MODEL_LEN, ends_early=False, **options
+    )
+
+
+def steps(scheduler: SmallScheduler, start: int, stop: int) -> None:
+    for number in range(start, stop):
+        scheduler.step(number)
+
+
+def begin_anew(scheduler: SmallScheduler, facade: KVCacheManager) -> None:
+    """What a Scheduler does when its cache is lost: everything waits again."""
+    scheduler.facade = facade
+    scheduler.in_flight.clear()
+    for request in reversed(scheduler.running):
+        request.num_computed_tokens = request.num_placeholders = request.reach = 0
+        request.life += 1
+        request.table = ()
+        scheduler.waiting.appendleft(request)
+    scheduler.running.clear()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_server_is_killed_in_mid_step(serve: Any, depth: int) -> None:
+    """With asks in flight. Everything is admitted again, and finishes."""
+    options = {"num_blocks": NUM_BLOCKS, "max_model_len": MAX_MODEL_LEN}
+    server = serve(**options)
+    with server.client(timeout_s=30) as client:
+        session = client.open_session()
+        scheduler = scheduler_over(KVCacheManager(session, steps_in_flight=depth), depth=depth)
+        for number in range(20):
+            scheduler.step(number)
+        assert scheduler.running
+        server.stop()
+        serve(listen=server.target, **options)
+        with pytest.raises(CacheLost) as lost:
+            steps(scheduler, 20, 60)
+        assert lost.value.reason == "STALE_EPOCH"
+        scheduler.facade.close()
+        with session.reopen() as fresh:
+            facade = KVCacheManager(fresh, steps_in_flight=depth)
+            begin_anew(scheduler, facade)
+            number = 60
+            while scheduler.arrivals or scheduler.waiting or scheduler.running:
+                scheduler.step(number)
+                number += 1
+            facade.settle()
+            assert len(scheduler.finished) == 40
+            assert client.stats().blocks.live == 0
+            assert client.audit().violations == ()
+            facade.close()
+
+
+def test_a_wire_that_breaks_changes_nothing(serve: Any) -> None:
+    server = serve(num_blocks=NUM_BLOCKS, max_model_len=MAX_MODEL_LEN)
+    traces = []
+    for breaks in (False, True):
+        wire, random = Wire(server.target), Random(3)
+        with Client(wire.target, timeout_s=20) as client:
+            session = client.open_session()
+            facade = KVCacheManager(session, steps_in_flight=1)
+            scheduler = scheduler_over(facade)
+            number = num_cuts = 0
+            while scheduler.arrivals or scheduler.waiting or scheduler.running:
+                if breaks and random.random() < 0.15:
+                    # The answers to what the last step asked ahead are lost, or not.
+                    wire.losing = random.random() < 0.5
+                    facade.flush()
+                    time.sleep(0.01)
+                    wire.cut()
+                    num_cuts += 1
+                scheduler.step(number)
+                number += 1
+            facade.settle()
+            assert client.audit().violations == ()
+            assert client.stats().blocks.live == 0
+            assert (num_cuts > 5) is breaks
+            assert session.reset_prefix_cache()
+            facade.close()
+            session.close()
+        wire.close()
+        traces.append((scheduler.trace, scheduler.finished))
+    assert traces[0] == traces[1]
+
+
+def test_the_lease_runs_out_with_asks_in_flight(client: Client) -> None:
+    session = client.open_session(lease_ttl_s=0.2)
+    facade = KVCacheManager(session, steps_in_flight=1)
+    scheduler = scheduler_over(facade)
+    for number in range(12):
+        scheduler.step(number)
+    facade.flush()
+    client._keeper.remove(session)  # as when the scheduler stands still
+    while client.stats().num_sessions:
+        time.sleep(0.02)
+    with pytest.raises(CacheLost) as lost:
+        steps(scheduler, 12, 40)
+    assert lost.value.reason == "SESSION_EXPIRED"
+    facade.close()
+
+
+def test_a_server_that_cannot_be_reached_is_asked_again(serve: Any) -> None:
+    """What was not sent stays queued, what was not answered is asked again."""
+    server = serve(num_blocks=NUM_BLOCKS)
+    wire = Wire(server.target)
+    with Client(wire.target, timeout_s=0.4) as far, server.client() as near:
+        facade = KVCacheManager(far.open_session(), steps_in_flight=1)
+        request = Request("a", list(range(8)), 8, 8)
+        facade.new_step_starts()
+        assert facade.allocate_slots(request, 7) is not None
+        request.num_computed_tokens = 7
+        facade.new_step_starts()
+        wire.losing = True
+        assert facade.allocate_slots(request, 1) is not None
+        facade.get_num_common_prefix_blocks("a")
+        request.num_computed_tokens = 8
+        request.all_token_ids.append(9)
+        facade.new_step_starts()
+        for _ in range(2):
+            with pytest.raises(Exception, match=r"no answer|not begun|Deadline"):
+                facade.allocate_slots(request, 1)
+        wire.cut()
+        new_blocks = facade.allocate_slots(request, 1)
+        assert new_blocks is not None and new_blocks.get_block_ids() == ([3],)
+        assert near.stats().blocks.live == 3
+        request.finished = True
+        facade.free(request)
+        facade.settle()
+        assert near.stats().blocks.live == 0
+        facade.close()
+    wire.close()
+
+
+def test_another_session_takes_what_was_left(serve: Any) -> None:
+    """An ask ahead that is refused is no refusal; the growth that needs it is one."""
+    server = serve(num_blocks=6)
+    with (
+        server.client() as client,
+        client.open_session("lazy") as mine,
+        client.open_session("other") as other,
+    ):
+        facade = KVCacheManager(mine, steps_in_flight=1)
+        request = Request("a", list(range(8)), 8, 8)
+        facade.new_step_starts()
+        assert facade.allocate_slots(request, 7) is not None
+        rest = SlotRequest("rest", Content(range(100, 112)), lookup=True)
+        assert other.allocate_slots(rest).outcome is Outcome.OK
+        request.num_computed_tokens = 7
+        facade.new_step_starts()
+        assert facade.allocate_slots(request, 1) is facade.empty_kv_cache_blocks
+        facade.settle()
+        # The full blocks are hits all the same.
+        assert mine.get_computed_blocks("b", list(range(9))).num_computed_tokens == 8
+        request.num_computed_tokens = 8
+        request.all_token_ids.append(9)
+        for _ in range(2):
+            facade.new_step_starts()
+            assert facade.allocate_slots(request, 1) is None
+        assert facade.get_block_ids("a") == ([1, 2],)
+        other.free("rest")
+        other.free("rest")  # a later call, which ends the step of the one before
+        new_blocks = facade.allocate_slots(request, 1)
+        assert new_blocks is not None and len(new_blocks.get_block_ids()[0]) == 1
+        request.finished = True
+        facade.free(request)
+        mine.free("b")
+        facade.settle()
+        assert client.audit().violations == ()
+        facade.close()
+
+
+def test_a_decode_step_is_one_message_that_nobody_waits_for(client: Client) -> None:
+    with client.open_session() as session:
+        facade = KVCacheManager(session, steps_in_flight=1)
+        requests = [Request(f"r{i}", [i] * (5 + i % 4), 5 + i % 4, 99) for i in range(6)]
+        facade.new_step_starts()
+        for request in requests:
+            assert facade.allocate_slots(request, request.num_tokens) is not None
+        sent: list[int] = []
+        send, exchange = facade._stream.send, facade._outbox.exchange
+
+        def counted(step: Any, **options: Any) -> Any:
+            sent.append(sum(count for _, count in step.runs))
+            return send(step, **options)
+
+        def never(*_: Any, **__: Any) -> Any:
+            raise AssertionError("a growth was waited for")
+
+        facade._stream.send = counted  # type: ignore[method-assign]
+        facade._outbox.exchange = never  # type: ignore[method-assign]
+        num_blocks = 0
+        for _ in range(24):
+            facade.get_num_common_prefix_blocks("r0")
+            for request in requests:
+                request.num_computed_tokens = request.num_tokens
+                request.all_token_ids.append(7)
+            facade.take_events()
+            facade.new_step_starts()
+            for request in requests:
+                new_blocks = facade.allocate_slots(request, 1)
+                assert new_blocks is not None
+                num_blocks += len(new_blocks.get_block_ids()[0])
+        assert num_blocks == 36  # 24 tokens of 6 requests
+        # Every step a request or two of the six reach the end of a block of four tokens.
+        assert len(sent) <= 24 and sum(sent) <= 2 * 36
+        facade._outbox.exchange = exchange  # type: ignore[method-assign]
+        for request in requests:
+            request.finished = True
+            facade.free(request)
+        facade.settle()
+        facade.close()
+
+
+def test_unavailable_passes_through(serve: Any) -> None:
+    server = serve(num_blocks=NUM_BLOCKS)
+    with server.client(timeout_s=0.5) as client:
+        facade = KVCacheManager(client.open_session())
+        request = Request("a", list(range(8)), 8, 8)
+        assert facade.allocate_slots(request, 8) is not None
+        server.stop()
+
+        def decode() -> None:
+            for number in range(20):
+                facade.new_step_starts()
+                request.num_computed_tokens = 8 + number
+                request.all_token_ids.append(number)
+                facade.allocate_slots(request, 1)
+
+        with pytest.raises((Unavailable, CacheLost)):
+            decode()
+        facade.close()
