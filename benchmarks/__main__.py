@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks import core, crowd, facade, pull, remote, rpc, scheduler
+from benchmarks import bytes as moved
+from benchmarks import core, crowd, facade, remote, rpc, scheduler
 from benchmarks.pairs import Row, Settings, table
 
 PARTS: dict[str, Callable[[Settings], Iterator[Row]]] = {
@@ -18,7 +19,7 @@ PARTS: dict[str, Callable[[Settings], Iterator[Row]]] = {
     "rpc": rpc.rows,
     "remote": remote.rows,
     "crowd": crowd.rows,
-    "pull": pull.rows,
+    "bytes": moved.rows,
     "facade": facade.rows,
     "scheduler": scheduler.rows,
 }
@@ -31,8 +32,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the rows here, too")
     parser.add_argument("--only", choices=PARTS, help="measure this part alone")
     parser.add_argument("--quick", action="store_true", help="see that it runs; no figures")
+    parser.add_argument("--pairs", type=int, metavar="N", help="measure so many pairs, not 11")
     arguments = parser.parse_args()
-    settings = QUICK if arguments.quick else Settings()
+    settings = QUICK if arguments.quick else Settings(num_pairs=arguments.pairs or 11)
     measured = []
     for part in [arguments.only] if arguments.only else PARTS:
         for row in PARTS[part](settings):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvcore.errors import InvalidArgument
+from kvcore.imports import import_running
 from kvcore.manager import KVCacheBlocks
 from kvcore.operation import BlockTables, Outcome, SlotRequest, SlotResult
 from kvcore.request import Request, RequestStatus
@@ -40,6 +41,9 @@ def admit(
             "a request that holds blocks has no new hit",
             field="lookup" if slots.lookup else "num_new_computed_tokens",
         )
+
+    if request.importing is not None:
+        raise import_running(request)
 
     if not running and depot.holds_off(request):
         return SlotResult(Outcome.RESETTING, handle=request.handle)

@@ -36,6 +36,7 @@ class KVCacheBlock:
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_cnt = 0
+        # How many transfers keep the block, apart from those that reference it.
         self.block_hash: bytes | None = None
         # The KV cache group that block_hash belongs to.
         self.group = 0

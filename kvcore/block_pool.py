@@ -16,6 +16,7 @@ from kvcore.feed import StoredBlocks
 from kvcore.hashing import ExtraKeys
 from kvcore.holds import Holds
 from kvcore.partial_block import PartialHashes
+from kvcore.pins import Pins
 from kvcore.prefix_index import PrefixIndex
 from kvcore.request import NO_EXTRA_KEYS, Request
 from kvcore.residency import ResidencySampler
@@ -26,10 +27,14 @@ from kvcore.vllm_feed import VllmFeed
 
 
 class BlockStates(NamedTuple):
-    """Blocks in use, hits nobody uses, held back from other views, and the rest."""
+    """Blocks in use, hits nobody uses, what nobody uses but transfers keep or fill, held
+    back from other views, and the rest.
+    """
 
     live: int
     cached: int
+    pinned: int
+    in_transfer: int
     quarantined: int
     free: int
 
@@ -74,6 +79,7 @@ class BlockPool:
         self.num_cached_blocks = 0
         self.num_evictions = 0
         self.holds = Holds(self)
+        self.pins = Pins(self)
         self.vllm_feed = VllmFeed(config)
         self.truth_feed = TruthFeed(config, medium)
 
@@ -99,8 +105,8 @@ class BlockPool:
         return self.free_queue.num_free_blocks - self.num_held_blocks + view.num_held_blocks
 
     @property
-    def num_live_blocks(self) -> int:
-        """Blocks that are in use; sinks, which always are, aside."""
+    def num_used_blocks(self) -> int:
+        """Blocks that are in use or kept by transfers; sinks, which always are, aside."""
         return len(self.blocks) - 1 - self.free_queue.num_free_blocks - self.num_sink_blocks
 
     @property
@@ -115,9 +121,12 @@ class BlockPool:
         held = {block.block_id: block for view in self.views for block in view.held_blocks()}
         num_held_cached = sum(block.block_hash is not None for block in held.values())
         num_cached = self.num_cached_blocks - num_held_cached
+        num_in_transfer = len(self.pins.idle & self.pins.filling)
         return BlockStates(
-            live=self.num_live_blocks + self.num_sink_blocks,
+            live=self.num_used_blocks + self.num_sink_blocks - len(self.pins.idle),
             cached=num_cached,
+            pinned=len(self.pins.idle) - num_in_transfer,
+            in_transfer=num_in_transfer,
             quarantined=len(held),
             free=num_free - num_cached - len(held),
         )
@@ -151,6 +160,8 @@ class BlockPool:
         is held back for them as before.
         """
         residency = self.residency
+        if self.pins.counts:
+            blocks = self.pins.touch_idle(blocks)
         for block in blocks:
             if block.ref_cnt == 0:
                 if block.is_null:
@@ -182,6 +193,9 @@ class BlockPool:
             else:
                 in_use.append(block)
             assert block.ref_cnt >= 0
+        if self.pins.counts:
+            with_hash = self.pins.keep(with_hash, view)
+            without_hash = self.pins.keep(without_hash, view)
         if without_hash:
             self.free_queue.prepend_n(without_hash)
         if with_hash:
@@ -302,10 +316,13 @@ class BlockPool:
         """Make a block no hit any more; whoever references it keeps it."""
         if block.block_hash is not None:
             self._drop_content(block)
-            if block.ref_cnt == 0:
-                self.num_cached_blocks -= 1
+            self.num_cached_blocks -= self.is_free(block)
         elif self.residency is not None:
             self.residency.on_evicted(block)
+
+    def is_free(self, block: KVCacheBlock) -> bool:
+        """Whether the block is in the free queue; of the null block no answer is right."""
+        return block.ref_cnt == 0 and block.block_id not in self.pins.counts
 
     def extra_of(self, block: KVCacheBlock) -> ExtraKeys:
         """The extra keys of whoever registered the block's content."""
@@ -316,8 +333,7 @@ class BlockPool:
         for block in self.blocks:
             if block.block_hash is not None and matches(self.extra_of(block)):
                 self._drop_content(block, "reset")
-                if block.ref_cnt == 0:
-                    self.num_cached_blocks -= 1
+                self.num_cached_blocks -= self.is_free(block)
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Forget the blocks of these ids. Nothing is done if one is out of range."""
@@ -332,7 +348,7 @@ class BlockPool:
 
     def reset(self, generation: int = 0) -> bool:
         """Forget all content, if no block is in use; otherwise do nothing: False."""
-        if self.num_live_blocks:
+        if self.num_used_blocks:
             return False
         self.clear(generation)
         return True

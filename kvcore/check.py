@@ -33,6 +33,7 @@ def check(subject: KVCacheManager | Depot) -> list[str]:
             *_check_pool(subject.pool, subject.pool.free_queue.block_ids()),
             *_check_tables(subject.pool, managers),
             *_check_references(subject.pool, managers, detached, exact=True),
+            *_check_pins(subject),
             *_check_depot(subject),
         ]
     pool = subject.block_pool
@@ -63,7 +64,7 @@ def _check_pool(pool: BlockPool, free_ids: list[int]) -> Iterable[str]:
                 if not named or block.group != group:
                     yield f"index: block {block.block_id} is under a hash that it does not have"
     held: Counter[int] = Counter()
-    holds = pool.holds.by_block
+    holds, pins = pool.holds.by_block, pool.pins
     for block in pool.blocks:
         name = f"block {block.block_id}"
         if block.ref_cnt < 0:
@@ -72,8 +73,16 @@ def _check_pool(pool: BlockPool, free_ids: list[int]) -> Iterable[str]:
             if block.block_id in free or block.block_hash is not None or block.ref_cnt:
                 yield f"{name}: the null block is free, cached or counted"
             continue
-        if (block.ref_cnt == 0) != (block.block_id in free):
-            yield f"{name}: ref_cnt {block.ref_cnt}, in the free queue: {block.block_id in free}"
+        if pool.is_free(block) != (block.block_id in free):
+            yield (
+                f"{name}: ref_cnt {block.ref_cnt}, pinned: {block.block_id in pins.counts}, "
+                f"in the free queue: {block.block_id in free}"
+            )
+        if (block.block_id in pins.counts and block.ref_cnt == 0) != (block.block_id in pins.idle):
+            yield (
+                f"{name}: ref_cnt {block.ref_cnt}, pinned: {block.block_id in pins.counts}, "
+                f"counts as idle: {block.block_id in pins.idle}"
+            )
         if indexed[block.block_id] != (block.block_hash is not None):
             yield f"{name}: has a hash: {block.block_hash is not None}, is in the index: " + str(
                 indexed[block.block_id]
@@ -144,6 +153,29 @@ def _check_references(
             yield f"block {block.block_id}: ref_cnt {block.ref_cnt}, {counted} references"
 
 
+def _check_pins(depot: Depot) -> Iterable[str]:
+    pins = depot.pool.pins
+    counted: Counter[int] = Counter()
+    for transfer in depot.transfers.by_id.values():
+        counted.update([block.block_id for block in transfer.blocks])
+    filling: set[int] = set()
+    for found in depot.imports.by_id.values():
+        counted.update([block.block_id for block in found.blocks])
+        ids = [block_id for group in found.groups for block_id in group.wanted()[1]]
+        if filling & set(ids) or len(set(ids)) != len(ids):
+            yield f"import {found.import_id[:8]}: fills a block that is being filled already"
+        filling.update(ids)
+    for block_id in pins.counts.keys() | counted.keys():
+        count = pins.counts.get(block_id, 0)
+        if count != counted[block_id]:
+            yield f"block {block_id}: {count} pins, {counted[block_id]} transfers keep it"
+    for block_id in filling:
+        if depot.pool.blocks[block_id].block_hash is not None:
+            yield f"block {block_id}: is being filled, and has a hash already"
+    if pins.filling != filling:
+        yield f"pool: {len(pins.filling)} blocks are being filled, by imports {len(filling)}"
+
+
 def _check_depot(depot: Depot) -> Iterable[str]:
     for session in depot.sessions.values():
         by_handle = {request.handle: request for request in session.requests.values()}
@@ -160,6 +192,9 @@ def _check_depot(depot: Depot) -> Iterable[str]:
                 f"holds {num_tokens}"
             )
         for request in session.requests.values():
+            found = request.importing
+            if found is not None and depot.imports.by_id.get(found.import_id) is not found:
+                yield f"request {request.request_id}: waits for an import that has ended"
             if request.outlived_reset and not session.holds_blocks(request):
                 yield f"request {request.request_id}: outlived a reset without blocks"
     views = [session.view for session in (*depot.sessions.values(), *depot.departed.values())]

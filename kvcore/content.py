@@ -146,7 +146,8 @@ def _rewrite(session: Session, request: Request, offset: int, tokens: bytes) -> 
 
 def _truncate(session: Session, request: Request, num_tokens: int) -> None:
     managers = session.manager.coordinator.managers
-    holds = session.manager.block_pool.holds
+    pool = session.manager.block_pool
+    holds, pins = pool.holds, pool.pins.counts
     num_computed = min(request.num_computed_tokens, num_tokens)
     for manager in managers:
         if manager.has_absorbed(request.request_id, num_tokens):
@@ -165,11 +166,15 @@ def _truncate(session: Session, request: Request, num_tokens: int) -> None:
             )
         table = manager.req_to_blocks.get(request.request_id, [])
         for block in table[num_tokens // manager.block_size :]:
-            if block.ref_cnt > 1 or holds.is_awaited_beside(block, session.view):
+            if (
+                block.ref_cnt > 1
+                or block.block_id in pins
+                or holds.is_awaited_beside(block, session.view)
+            ):
                 raise FailedPrecondition(
                     f"tokens from {num_tokens} on lie in block {block.block_id}, which "
-                    "another request shares or still reads; free the request and introduce it "
-                    "again",
+                    "another request or a transfer shares or still reads; free the request and "
+                    "introduce it again",
                     reason="SHARED_BLOCK",
                     field="content.token_offset",
                 )

@@ -24,6 +24,7 @@ from kvcore.events import BlockStored, Event
 from kvcore.feed import Entry, events_of
 from kvcore.hashing import SCHEMES, make_scheme
 from kvcore.holders import BlockHolder, block_holders, largest, session_holds
+from kvcore.imports import Imports, import_running
 from kvcore.listing import RequestInfo, SessionInfo, list_requests, list_sessions
 from kvcore.manager import KVCacheManager
 from kvcore.operation import (
@@ -43,10 +44,11 @@ from kvcore.reset import ResetMode, ResetResult, Resets, ResetScope
 from kvcore.residency import ResidencySampler
 from kvcore.session import DetachedBlocks, Session
 from kvcore.single_type import manager_class_for
-from kvcore.snapshot import locate, snapshot
+from kvcore.snapshot import snapshot
 from kvcore.spec import DepotConfig
 from kvcore.stats import DepotStats, add_lookups, depot_stats
 from kvcore.step import apply_step
+from kvcore.transfer import Transfers
 
 NAME_BYTES_MAX = 1024
 
@@ -85,6 +87,8 @@ class Depot:
             medium=config.medium,
             residency=self.residency,
         )
+        self.transfers = Transfers(self)
+        self.imports = Imports(self)
         self.sessions: dict[str, Session] = {}
         # Sessions that are over while workers attached under them remain. They hold no
         # blocks, but their views hold back what they freed.
@@ -100,13 +104,7 @@ class Depot:
     def open_session(self, name: str, fingerprint: str = "") -> Session:
         """A new session. A fingerprint that is not the pool's is FailedPrecondition."""
         check_name(name)
-        if fingerprint and fingerprint != self.config.fingerprint:
-            raise FailedPrecondition(
-                f"the pool's fingerprint is {self.config.fingerprint}, not {fingerprint}: model, "
-                "dtype, block size or hash scheme differ",
-                reason="FINGERPRINT_MISMATCH",
-                field="fingerprint",
-            )
+        self.require_fingerprint(fingerprint)
         if len(self.sessions) >= self.config.max_sessions:
             raise ResourceExhausted(
                 f"{len(self.sessions)} sessions are open, the maximum",
@@ -119,6 +117,16 @@ class Depot:
         session = Session(str(uuid.uuid4()), name, manager=manager, config=self.config)
         self.sessions[session.session_id] = session
         return session
+
+    def require_fingerprint(self, fingerprint: str) -> None:
+        """FailedPrecondition unless it is the pool's, or empty."""
+        if fingerprint and fingerprint != self.config.fingerprint:
+            raise FailedPrecondition(
+                f"the pool's fingerprint is {self.config.fingerprint}, not {fingerprint}: model, "
+                "dtype, block size or hash scheme differ",
+                reason="FINGERPRINT_MISMATCH",
+                field="fingerprint",
+            )
 
     @property
     def generation(self) -> int:
@@ -271,6 +279,8 @@ class Depot:
         self, session: Session, request: Request, num_computed_tokens: int
     ) -> None:
         """As cache_blocks, of a known request."""
+        if request.importing is not None:
+            raise import_running(request)
         for limit, name in (
             (request.num_tokens, "tokens"),
             (session.num_slots(request), "token slots"),
@@ -376,10 +386,6 @@ class Depot:
     def snapshot(self) -> list[BlockStored]:
         """All readable content, a block each, a parent before its children."""
         return snapshot(self.pool)
-
-    def locate(self, block_hash: bytes, group: int) -> tuple[str, int]:
-        """ "ready", "pending" or "missing", and the block id (0 if missing)."""
-        return locate(self.pool, block_hash, group)
 
     def stats(self) -> DepotStats:
         """Costs time per session, and per block held back."""

@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, TypeVar
 
 from kvcore.operation import SessionHold
+from kvcore.transfer import ID_SHOWN
 
 if TYPE_CHECKING:
     from kvcore.depot import Depot
@@ -20,15 +21,21 @@ HOLDERS_MAX = 8
 
 @dataclass(frozen=True, slots=True)
 class BlockHolder:
-    """Blocks in use by one request, or (``ticket`` not 0) detached."""
+    """Blocks in use by one request, or (``ticket`` not 0) detached, or (``transfer``, the
+    start of its id) kept by a transfer or an import, whose name is then the session's.
+    """
 
     session_id: str
     session_name: str
     request_id: str
     ticket: int
     num_blocks: int
+    transfer: str = ""
 
     def __str__(self) -> str:
+        if self.transfer:
+            who = f" of {self.session_name}" if self.session_name else ""
+            return f"transfer {self.transfer}{who} ({self.num_blocks} blocks)"
         what = f"ticket {self.ticket}" if self.ticket else f"request {self.request_id}"
         return f"session {self.session_name or self.session_id} {what} ({self.num_blocks} blocks)"
 
@@ -58,6 +65,21 @@ def block_holders(depot: Depot, scope: ResetScope | None = None) -> Iterator[Blo
                 yield BlockHolder(
                     session.session_id, session.name, "", ticket, len(detached.blocks)
                 )
+    for transfer in depot.transfers.by_id.values():
+        num_blocks = sum(
+            scope is None
+            or (block.block_hash is not None and scope.matches(depot.pool.extra_of(block)))
+            for block in transfer.blocks
+        )
+        if num_blocks:
+            shown = transfer.transfer_id[:ID_SHOWN]
+            yield BlockHolder("", transfer.name, "", 0, num_blocks, shown)
+    for found in depot.imports.by_id.values():
+        # What hashes are of is not known before it is here.
+        extra = None if found.request is None else found.request.extra
+        num_blocks = len(found.blocks)
+        if num_blocks and (scope is None or extra is None or scope.matches(extra)):
+            yield BlockHolder("", found.peer, "", 0, num_blocks, found.import_id[:ID_SHOWN])
 
 
 def session_holds(depot: Depot) -> tuple[SessionHold, ...]:

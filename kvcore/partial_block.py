@@ -89,7 +89,7 @@ class PartialHashes:
         if pool.publish_events:
             content = pool.truth_feed.run(request, span, block_size=hash_block_size, group=group)
         if block.block_hash is None:
-            pool.num_cached_blocks += block.ref_cnt == 0
+            pool.num_cached_blocks += pool.is_free(block)
             block.block_hash = block_hash
             block.group = group
             if request.has_extra_keys:

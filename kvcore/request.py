@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from enum import Enum, auto
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvcore.hashing import TOKEN_BYTES as TOKEN_BYTES
 from kvcore.hashing import ExtraKeys, HashChain
+
+if TYPE_CHECKING:
+    from kvcore.import_job import Import
 
 NO_EXTRA_KEYS = ExtraKeys()
 
@@ -35,6 +38,7 @@ class Request:
         "handle",
         "has_extra_keys",
         "hash_chain",
+        "importing",
         "lora_id",
         "num_computed_tokens",
         "num_confirmed_tokens",
@@ -84,6 +88,8 @@ class Request:
         self.remembered_hit_tokens = 0
         # Leading tokens whose bytes CacheBlocks has confirmed.
         self.num_confirmed_tokens = 0
+        # What fills blocks of it now.
+        self.importing: Import | None = None
         # The view's step of the last allocation.
         self.registered_step = 0
         # Growth within these changes no table and no hash: computed tokens with the new
@@ -123,3 +129,4 @@ class Request:
         self.num_confirmed_tokens = 0
         self.outlived_reset = False
         self.quiet_end = self.quiet_slots = 0
+        self.importing = None

@@ -177,7 +177,7 @@ class Resets:
 
     def _in_use(self, scope: ResetScope | None) -> bool:
         if scope is None:
-            return self._depot.pool.num_live_blocks > 0
+            return self._depot.pool.num_used_blocks > 0
         return any(block_holders(self._depot, scope))
 
     def _holders_named(self, scope: ResetScope | None) -> str:

@@ -112,12 +112,15 @@ class Session:
 
     def remove(self, request: Request) -> None:
         """Know it no more; its blocks are gone already."""
+        request.importing = None
         self.num_tokens -= request.num_tokens
         del self.requests[request.request_id]
         del self.by_handle[request.handle]
 
     def forget_all(self) -> None:
         """The session is over; its blocks are gone already."""
+        for request in self.requests.values():
+            request.importing = None
         self.requests.clear()
         self.by_handle.clear()
         self.tickets.clear()

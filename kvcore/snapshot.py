@@ -31,13 +31,3 @@ def snapshot(pool: BlockPool) -> list[BlockStored]:
             at = None if parent is None else (block.group, parent)
         events.extend(reversed(chain))
     return events
-
-
-def locate(pool: BlockPool, block_hash: bytes, group: int) -> tuple[str, int]:
-    """ "ready", "pending" or "missing", and the block id (0 if missing)."""
-    pending = 0
-    for block in pool.indexes[group].copies(block_hash):
-        if block.pending is None:
-            return "ready", block.block_id
-        pending = block.block_id
-    return ("pending", pending) if pending else ("missing", 0)

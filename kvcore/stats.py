@@ -18,6 +18,8 @@ class DepotStats:
     num_blocks: int
     live: int
     cached: int
+    pinned: int
+    in_transfer: int
     quarantined: int
     free: int
     usage: float
@@ -47,6 +49,8 @@ def depot_stats(depot: Depot) -> DepotStats:
         num_blocks=len(depot.pool.blocks),
         live=states.live,
         cached=states.cached,
+        pinned=states.pinned,
+        in_transfer=states.in_transfer,
         quarantined=states.quarantined,
         free=states.free,
         usage=depot.pool.usage,

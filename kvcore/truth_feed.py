@@ -5,12 +5,16 @@ copy goes. What its entries are is in feed.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from kvcore.block import KVCacheBlock
 from kvcore.events import AllBlocksCleared
 from kvcore.feed import RUN_BLOCKS_MAX, ContentKind, Entry, RemovedBlocks, StoredRun
 from kvcore.request import Request
 from kvcore.spec import KVCacheConfig
+
+if TYPE_CHECKING:
+    from kvcore.import_job import ImportedContent
 
 
 class TruthFeed:
@@ -69,15 +73,10 @@ class TruthFeed:
         self, request: Request, span: range, *, block_size: int, group: int, hash_ratio: int = 1
     ) -> StoredRun:
         """What to say of the blocks at ``span`` of the request's table."""
-        kind = self._kinds.get((group, block_size))
-        if kind is None:
-            spec = self._config.groups[group].spec
-            kind = ContentKind(block_size, group, spec.kind, spec.event_window, self._medium)
-            self._kinds[group, block_size] = kind
         hashes = request.block_hashes
         first, stop = span.start, span.stop
         return StoredRun(
-            kind,
+            self._kind(group, block_size),
             hashes[first * hash_ratio - 1] if first else None,
             hashes[(first + 1) * hash_ratio - 1 : stop * hash_ratio : hash_ratio],
             request.token_bytes(first * block_size, stop * block_size),
@@ -89,6 +88,33 @@ class TruthFeed:
             request.lora_id,
             request.extra.lora_name,
         )
+
+    def keep_imported(
+        self, blocks: Sequence[KVCacheBlock], contents: Sequence[ImportedContent], block_size: int
+    ) -> None:
+        """Remember what a peer said of ``blocks``, each of which follows the one before it."""
+        first = contents[0]
+        extra_keys = [content.extra_keys for content in contents]
+        run = StoredRun(
+            self._kind(blocks[0].group, block_size),
+            first.parent_hash,
+            [block.block_hash for block in blocks if block.block_hash is not None],
+            b"".join(content.tokens for content in contents),
+            extra_keys if any(extra_keys) else None,
+            first.lora_id,
+            first.lora_name,
+        )
+        for position, block in enumerate(blocks):
+            block.content = run
+            block.content_position = position
+
+    def _kind(self, group: int, block_size: int) -> ContentKind:
+        kind = self._kinds.get((group, block_size))
+        if kind is None:
+            spec = self._config.groups[group].spec
+            kind = ContentKind(block_size, group, spec.kind, spec.event_window, self._medium)
+            self._kinds[group, block_size] = kind
+        return kind
 
     def removed(self, block_hash: bytes, group: int, reason: str) -> None:
         """The last readable copy went."""

@@ -26,7 +26,7 @@ def test_every_row_is_measured(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     rows = json.loads(path.read_text())
-    assert {row["name"].split(":")[0] for row in rows} == {"core", "rpc", "pull"}
+    assert {row["name"].split(":")[0] for row in rows} == {"core", "rpc", "bytes"}
     for row in rows:
         figures = [row["ratio"], row["ours"], row["theirs"]]
         assert all(math.isfinite(figure) and figure > 0 for figure in figures), row

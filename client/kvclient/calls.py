@@ -5,7 +5,7 @@ The synchronous and the asyncio client send these; neither knows more of the wir
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -245,6 +245,13 @@ def list_requests(session_id: str, page_size: int, page_token: str) -> Call[repo
     )
 
 
+def list_transfers() -> Call[tuple[reports.TransferInfo, ...]]:
+    """ListTransfers."""
+    return Call(
+        "KVAdminService", "ListTransfers", admin_pb2.ListTransfersRequest(), reports.transfer_infos
+    )
+
+
 def evict_blocks(block_ids: Iterable[int]) -> Call[int]:
     """EvictBlocks; answers how many had content."""
     return Call(
@@ -270,18 +277,6 @@ def drain() -> Call[int]:
 def attach_worker(session_id: str, epoch: str, name: str) -> transfer_pb2.AttachWorkerRequest:
     """The request of AttachWorker."""
     return transfer_pb2.AttachWorkerRequest(session_id=session_id, epoch=epoch, name=name)
-
-
-def pull_blocks(
-    block_hashes: Sequence[bytes], group: int, checksums: bool, fingerprint: str
-) -> transfer_pb2.PullBlocksRequest:
-    """The request of PullBlocks."""
-    return transfer_pb2.PullBlocksRequest(
-        fingerprint=fingerprint,
-        block_hashes=block_hashes,
-        group=convert.uint32(group, "group"),
-        checksums=checksums,
-    )
 
 
 def stream_events(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from kvclient.calls import client_closed
+from kvclient.errors import Unavailable
 from kvdepot.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -19,6 +21,7 @@ from kvdepot.v1 import (
 TIMEOUT_S = 10.0
 """Of a call. Those of a session use half of it, and the rest for being sent again."""
 MAX_MESSAGE_BYTES = 64 << 20
+PULL_BLOCKS = "/kvdepot.v1.KVTransferService/PullBlocks"
 BACKOFFS_S = (0.05, 0.2, 0.8)
 """Waits between attempts to open a stream; unary calls have the policy below."""
 
@@ -73,12 +76,26 @@ def channel_options(max_message_bytes: int) -> list[tuple[str, Any]]:
     ]
 
 
-class Stubs:
-    """The services of one channel, synchronous or asyncio, by name."""
+def data_target(target: str, data_address: str) -> str:
+    """Where the data address of the server at ``target`` is; ":PORT": on the same host."""
+    if not data_address.startswith(":"):
+        return data_address
+    host = "127.0.0.1" if target.startswith("unix:") else target.rpartition(":")[0]
+    return host + data_address
 
-    def __init__(self, channel: Any) -> None:
-        self.channel = channel
+
+class Stubs:
+    """The services of one server, synchronous or asyncio, by name.
+
+    ``connect`` makes a channel to an address: the server's, and where its bytes are.
+    """
+
+    def __init__(self, target: str, connect: Callable[[str], Any]) -> None:
+        self.channel = channel = connect(target)
         self.closed = False
+        self._target = target
+        self._connect = connect
+        self._data_channels: dict[str, Any] = {}
         self._services: dict[str, Any] = {
             "KVCacheService": cache_pb2_grpc.KVCacheServiceStub(channel),
             "KVEventService": event_pb2_grpc.KVEventServiceStub(channel),
@@ -91,3 +108,23 @@ class Stubs:
         if self.closed:
             raise client_closed()
         return getattr(self._services[service], method)
+
+    def pull(self, data_address: str) -> Any:
+        """PullBlocks at a data address, raw bytes to raw bytes. Unavailable without one."""
+        if self.closed:
+            raise client_closed()
+        if not data_address:
+            raise Unavailable(
+                "the server does not say where its bytes are",
+                reason="NO_DATA_ADDRESS",
+                retryable=True,
+            )
+        channel = self._data_channels.get(data_address)
+        if channel is None:
+            channel = self._connect(data_target(self._target, data_address))
+            self._data_channels[data_address] = channel
+        return channel.unary_stream(PULL_BLOCKS)
+
+    def channels(self) -> list[Any]:
+        """All that are to be closed."""
+        return [self.channel, *self._data_channels.values()]

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import grpc
 
-from kvclient import calls, convert
+from kvclient import calls, convert, transfer
 from kvclient.attachment import Attachment
 from kvclient.calls import Call, Opening
 from kvclient.channel import BACKOFFS_S, MAX_MESSAGE_BYTES, TIMEOUT_S, Stubs, channel_options
-from kvclient.errors import Unavailable, from_rpc_error, unanswered
+from kvclient.errors import KVDepotError, Unavailable, from_rpc_error, unanswered
 from kvclient.events import EventBatch
+from kvclient.imports import Import, TransferPath, call_seconds, hashes_request
 from kvclient.keeper import LeaseKeeper
-from kvclient.reports import AuditReport, RequestPage, SessionInfo, Stats
+from kvclient.pulling import BlockStream
+from kvclient.reports import AuditReport, RequestPage, SessionInfo, Stats, TransferInfo
 from kvclient.session import Session
-from kvclient.values import PoolDescription, PulledBlock
+from kvclient.values import PoolDescription
 
 Result = TypeVar("Result")
 
@@ -71,7 +73,8 @@ class Client:
     ) -> None:
         self.target = target
         self.timeout_s = timeout_s
-        self._stubs = Stubs(grpc.insecure_channel(target, channel_options(max_message_bytes)))
+        options = channel_options(max_message_bytes)
+        self._stubs = Stubs(target, lambda address: grpc.insecure_channel(address, options))
         self._keeper = LeaseKeeper()
         # Also when the process ends and nobody closed the client.
         weakref.finalize(self, self._keeper.close)
@@ -123,6 +126,10 @@ class Client:
         """
         return self._invoke(calls.list_requests(session_id, page_size, page_token))
 
+    def list_transfers(self) -> tuple[TransferInfo, ...]:
+        """What peers read from this server, and what it imports."""
+        return self._invoke(calls.list_transfers())
+
     def evict_blocks(self, block_ids: Iterable[int]) -> int:
         """Takes blocks out of the prefix cache; answers how many had content.
 
@@ -142,18 +149,57 @@ class Client:
         checksums: bool = False,
         fingerprint: str = "",
         timeout_s: float | None = None,
-    ) -> Stream[PulledBlock]:
+    ) -> BlockStream:
         """Copies of blocks, one answer a hash, in order; all within ``timeout_s``.
 
-        With ``checksums`` each is verified: DataLoss for one that came damaged. A stream
-        that breaks is not begun again.
+        They are pinned while they are pulled. With ``checksums`` each is verified: DataLoss
+        for one that came damaged. A stream that breaks is not begun again.
         """
-        request = calls.pull_blocks(block_hashes, group, checksums, fingerprint)
-        pull = self._stubs.method("KVTransferService", "PullBlocks")
-        return Stream(
-            pull(request, timeout=self.timeout_s if timeout_s is None else timeout_s),
-            lambda message: convert.pulled_blocks(message, block_hashes),
+        ends_at = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
+        pull = transfer.Pull(block_hashes, group, checksums, ends_at)
+        return BlockStream(self, pull, fingerprint)
+
+    def open_transfer(
+        self,
+        groups: Mapping[int, Sequence[bytes]],
+        *,
+        fingerprint: str = "",
+        lease_ttl_s: float | None = None,
+        name: str = "",
+    ) -> transfer.Transfer:
+        """Pins the ready blocks among the hashes, by group, so that nobody writes to them."""
+        return self._invoke(
+            transfer.open_transfer(
+                groups, fingerprint=fingerprint, lease_ttl_s=lease_ttl_s, name=name
+            )
         )
+
+    def renew_transfer(self, transfer_id: str) -> float:
+        """Begins a transfer's lease anew; answers its seconds. NotFound when it has ended."""
+        return self._invoke(transfer.renew_transfer(transfer_id))
+
+    def close_transfer(self, transfer_id: str) -> None:
+        """Unpins. NotFound when the lease had run out: what was read may be something else."""
+        self._invoke(transfer.close_transfer(transfer_id))
+
+    def import_blocks(
+        self,
+        block_hashes: Mapping[int, Sequence[bytes]] | Sequence[bytes],
+        peer: str,
+        *,
+        paths: Iterable[TransferPath] = (),
+        checksums: bool = False,
+        deadline_s: float | None = None,
+    ) -> Import:
+        """Has the server pull blocks from ``peer`` into its cache, parents before children.
+
+        ``block_hashes`` are by group, or of the first. ``paths``: those allowed, in order;
+        none: all, the best first. Runs at most ``deadline_s`` (default: the server's bound).
+        """
+        request = hashes_request(
+            block_hashes, peer, paths=paths, checksums=checksums, deadline_s=deadline_s
+        )
+        return self._import(request, deadline_s, lambda error: error)
 
     def stream_events(
         self, from_sequence: int | None = None, *, epoch: str = "", snapshot: bool = False
@@ -174,7 +220,8 @@ class Client:
         """Ends every call and stream. Sessions live on until their leases end: close them first."""
         self._stubs.closed = True
         self._keeper.close()
-        self._stubs.channel.close()
+        for channel in self._stubs.channels():
+            channel.close()
         self._keeper.join()
 
     def __enter__(self) -> Client:
@@ -182,6 +229,15 @@ class Client:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    def _import(
+        self,
+        request: Any,
+        deadline_s: float | None,
+        translate: Callable[[KVDepotError], KVDepotError],
+    ) -> Import:
+        method = self._stubs.method("KVTransferService", "ImportBlocks")
+        return Import(method(request, timeout=call_seconds(deadline_s, self.timeout_s)), translate)
 
     def _open(self, opening: Opening) -> Session:
         asked_at = time.monotonic()

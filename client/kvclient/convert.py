@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import struct
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from kvclient.convert_pool import SPEC_KINDS
 from kvclient.convert_pool import pool_description as pool_description
-from kvclient.errors import DataLoss, InternalError, InvalidArgument
+from kvclient.errors import InternalError, InvalidArgument
 from kvclient.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
 from kvclient.values import (
     BlockHolder,
-    BlockStatus,
     BlockTables,
     Column,
     Content,
@@ -24,7 +22,6 @@ from kvclient.values import (
     NoFitReason,
     OperationError,
     Outcome,
-    PulledBlock,
     ResetMode,
     ResetResult,
     SessionHold,
@@ -37,7 +34,7 @@ from kvclient.values import (
     int32_column,
     token_bytes,
 )
-from kvdepot.v1 import cache_pb2, event_pb2, transfer_pb2, types_pb2
+from kvdepot.v1 import cache_pb2, event_pb2, types_pb2
 
 _REMOVAL_REASONS = {
     event_pb2.REMOVAL_REASON_EVICTED: "evicted",
@@ -264,6 +261,7 @@ def block_holders(holders: Iterable[cache_pb2.BlockHolder]) -> tuple[BlockHolder
             holder.request_id,
             holder.ticket,
             holder.num_blocks,
+            holder.transfer,
         )
         for holder in holders
     )
@@ -311,29 +309,6 @@ def step_result(reply: cache_pb2.StepResponse) -> StepResult:
         errors=[OperationError(e.index, e.reason, e.message) for e in reply.errors],
         free_blocks=reply.free_blocks,
     )
-
-
-def pulled_blocks(
-    reply: transfer_pb2.PullBlocksResponse, block_hashes: Sequence[bytes]
-) -> Iterator[PulledBlock]:
-    """The blocks of one message. DataLoss when a checksum does not match."""
-    num_ready = sum(status == transfer_pb2.BLOCK_STATUS_READY for status in reply.statuses)
-    block_bytes = len(reply.data) // num_ready if num_ready else 0
-    if block_bytes * num_ready != len(reply.data) or len(reply.checksums) not in (0, num_ready):
-        raise InternalError("the blocks' bytes do not match their number", reason="BAD_REPLY")
-    position = 0
-    for index, status in enumerate(reply.statuses, reply.first_index):
-        data = b""
-        if status == transfer_pb2.BLOCK_STATUS_READY:
-            data = reply.data[position * block_bytes : (position + 1) * block_bytes]
-            if reply.checksums and zlib.crc32(data) != reply.checksums[position]:
-                raise DataLoss(
-                    f"block {block_hashes[index].hex()} came damaged",
-                    reason="CHECKSUM_MISMATCH",
-                    retryable=True,
-                )
-            position += 1
-        yield PulledBlock(block_hashes[index], BlockStatus(status), data)
 
 
 # --- events ---------------------------------------------------------------------------

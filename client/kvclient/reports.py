@@ -34,6 +34,8 @@ class BlockStates:
 
     live: int
     cached: int
+    pinned: int
+    in_transfer: int
     quarantined: int
     free: int
 
@@ -61,6 +63,8 @@ class Stats:
     num_departed_sessions: int
     num_workers: int
     reset_pending: bool
+    num_transfers: int
+    num_imports: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +127,32 @@ class RequestPage:
     next_page_token: str
 
 
+class TransferDirection(IntEnum):
+    """OUT: a peer reads. IN: an import."""
+
+    OUT = 1
+    IN = 2
+
+
+@dataclass(frozen=True, slots=True)
+class TransferInfo:
+    """A transfer or an import, as operators see it.
+
+    ``transfer`` is how its id begins, ``name`` who reads, or the peer of an import. An import's
+    lease is its deadline, and only of imports it is known how much is done.
+    """
+
+    transfer: str
+    name: str
+    direction: TransferDirection
+    age_seconds: float
+    lease_remaining_seconds: float
+    num_blocks: int
+    num_bytes: int
+    num_blocks_done: int
+    num_bytes_done: int
+
+
 # --- from the wire --------------------------------------------------------------------
 
 
@@ -133,7 +163,14 @@ def stats(reply: admin_pb2.GetStatsResponse) -> Stats:
         epoch=reply.epoch,
         uptime_seconds=reply.uptime_seconds,
         num_blocks=reply.num_blocks,
-        blocks=BlockStates(blocks.live, blocks.cached, blocks.quarantined, blocks.free),
+        blocks=BlockStates(
+            live=blocks.live,
+            cached=blocks.cached,
+            pinned=blocks.pinned,
+            in_transfer=blocks.in_transfer,
+            quarantined=blocks.quarantined,
+            free=blocks.free,
+        ),
         usage=reply.usage,
         num_sessions=reply.num_sessions,
         num_requests=reply.num_requests,
@@ -149,6 +186,8 @@ def stats(reply: admin_pb2.GetStatsResponse) -> Stats:
         num_departed_sessions=reply.num_departed_sessions,
         num_workers=reply.num_workers,
         reset_pending=reply.reset_pending,
+        num_transfers=reply.num_transfers,
+        num_imports=reply.num_imports,
     )
 
 
@@ -182,6 +221,24 @@ def session_infos(reply: admin_pb2.ListSessionsResponse) -> tuple[SessionInfo, .
             completed_step=session.completed_step,
         )
         for session in reply.sessions
+    )
+
+
+def transfer_infos(reply: admin_pb2.ListTransfersResponse) -> tuple[TransferInfo, ...]:
+    """The transfers of ListTransfers."""
+    return tuple(
+        TransferInfo(
+            transfer=transfer.transfer,
+            name=transfer.name,
+            direction=TransferDirection(transfer.direction),
+            age_seconds=transfer.age_seconds,
+            lease_remaining_seconds=transfer.lease_remaining_seconds,
+            num_blocks=transfer.num_blocks,
+            num_bytes=transfer.num_bytes,
+            num_blocks_done=transfer.num_blocks_done,
+            num_bytes_done=transfer.num_bytes_done,
+        )
+        for transfer in reply.transfers
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvclient import calls
@@ -16,6 +17,7 @@ from kvclient.errors import (
     KVDepotError,
     lost_by,
 )
+from kvclient.imports import Import, TransferPath, session_request
 from kvclient.lease import Lease
 from kvclient.reset import DrainPolls
 from kvclient.sequence import Flight, unsettled
@@ -165,6 +167,35 @@ class Session:
         """A stream on which steps cost less, and of which several may be in flight."""
         return StepStream(self, max_in_flight)
 
+    def import_blocks(
+        self,
+        request_id: str,
+        peer: str,
+        *,
+        paths: Iterable[TransferPath] = (),
+        checksums: bool = False,
+        deadline_s: float | None = None,
+    ) -> Import:
+        """Has the server fill, from ``peer``, the blocks that a request was given for external
+        tokens with ``delay_cache_blocks``.
+
+        Publishes nothing: ``cache_blocks`` with the result's ``num_tokens`` does. The request
+        may be freed meanwhile. None of the session's ordered calls: others go on beside it.
+        """
+        if self._closed:
+            raise FailedPrecondition("the session is closed", reason="SESSION_CLOSED")
+        self._check_not_lost()
+        request = session_request(
+            self.session_id,
+            self.epoch,
+            request_id,
+            peer,
+            paths=paths,
+            checksums=checksums,
+            deadline_s=deadline_s,
+        )
+        return self.client._import(request, deadline_s, self._as_lost)
+
     def settle(self) -> Any:
         """The result of the last call, if its answer did not come; else None."""
         self._check_not_lost()
@@ -201,6 +232,14 @@ class Session:
         if self._lost is None:
             self._lost = lost
         self.client._keeper.remove(self)
+
+    def _as_lost(self, error: KVDepotError) -> KVDepotError:
+        """The error, or that the session is lost, which it says."""
+        lost = lost_by(error)
+        if lost is None:
+            return error
+        self._lose(lost)
+        return lost
 
     def _check_not_lost(self) -> None:
         if self._lost is not None:

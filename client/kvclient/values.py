@@ -321,15 +321,21 @@ class FreeResult:
 
 @dataclass(frozen=True, slots=True)
 class BlockHolder:
-    """Blocks in use by a request of a session, or detached under a ticket (else 0)."""
+    """Blocks in use by a request of a session, or detached under a ticket (else 0), or kept by
+    a transfer or an import (how its id begins), with the peer's name for the session's.
+    """
 
     session_id: str
     session_name: str
     request_id: str
     ticket: int
     num_blocks: int
+    transfer: str = ""
 
     def __str__(self) -> str:
+        if self.transfer:
+            who = f" of {self.session_name}" if self.session_name else ""
+            return f"transfer {self.transfer}{who} ({self.num_blocks} blocks)"
         held_by = f"ticket {self.ticket}" if self.ticket else f"request {self.request_id}"
         return (
             f"session {self.session_name or self.session_id} {held_by} ({self.num_blocks} blocks)"

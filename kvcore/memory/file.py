@@ -48,7 +48,8 @@ class FileMemory(DeviceMemory[FileMapping]):
     def __init__(self, nbytes: int, directory: str, *, name: str, huge_pages: bool = True) -> None:
         if not name or "/" in name:
             raise InvalidArgument(f"{name!r} cannot name a file", field="name")
-        self.path = str(Path(directory) / (PREFIX + name + SUFFIX))
+        # Absolute: whoever maps it may run elsewhere.
+        self.path = str(Path(directory).absolute() / (PREFIX + name + SUFFIX))
         self.huge_bytes = 0
         self._fd = _create(self.path)
         try:

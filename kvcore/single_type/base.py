@@ -346,6 +346,9 @@ class SingleTypeKVCacheManager(ABC):
 
 def num_evictable(blocks: Iterable[KVCacheBlock], view: PoolView) -> int:
     """How many of ``blocks`` lie in the free queue, where ``view`` can take them."""
+    pins = view.pool.pins.counts
+    if pins:
+        blocks = [block for block in blocks if block.block_id not in pins]
     return sum(
         [
             block.ref_cnt == 0

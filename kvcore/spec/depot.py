@@ -55,6 +55,10 @@ class DepotConfig:
     max_step_blocks: int = 1 << 20
     """Blocks that the operations of a Step may deal with; others wait for it, and it is
     one message. The operation that exceeds it is done, those after it are not."""
+    max_transfers: int = 1024
+    max_transfer_blocks: int = 1 << 16
+    """Of a transfer or an import."""
+    max_imports: int = 16
     # Never None once made.
     max_num_batched_tokens: int = None  # type: ignore[assignment]
     hash_block_size: int = None  # type: ignore[assignment]
@@ -77,6 +81,9 @@ class DepotConfig:
             "max_tokens_per_session",
             "max_workers_per_session",
             "max_step_blocks",
+            "max_transfers",
+            "max_transfer_blocks",
+            "max_imports",
             "max_num_batched_tokens",
             "dcp_world_size",
             "pcp_world_size",

@@ -10,6 +10,7 @@ from kvdepot.v1 import admin_pb2 as pb
 from kvserver import convert
 from kvserver.node import ListedSession, Node
 from kvserver.rpc import Handler, Rpcs
+from kvserver.transfers import ListedTransfer
 
 SERVICE = pb.DESCRIPTOR.services_by_name["KVAdminService"].full_name
 
@@ -37,6 +38,7 @@ class AdminService:
             "GetStats": unary("GetStats", pb.GetStatsRequest, self.get_stats),
             "ListSessions": unary("ListSessions", pb.ListSessionsRequest, self.list_sessions),
             "ListRequests": unary("ListRequests", pb.ListRequestsRequest, self.list_requests),
+            "ListTransfers": unary("ListTransfers", pb.ListTransfersRequest, self.list_transfers),
             "EvictBlocks": unary("EvictBlocks", pb.EvictBlocksRequest, self.evict_blocks),
             "Audit": unary("Audit", pb.AuditRequest, self.audit),
             "Drain": unary("Drain", pb.DrainRequest, self.drain),
@@ -51,7 +53,12 @@ class AdminService:
             uptime_seconds=time.monotonic() - node.started,
             num_blocks=stats.num_blocks,
             blocks=pb.BlockStates(
-                live=stats.live, cached=stats.cached, quarantined=stats.quarantined, free=stats.free
+                live=stats.live,
+                cached=stats.cached,
+                pinned=stats.pinned,
+                in_transfer=stats.in_transfer,
+                quarantined=stats.quarantined,
+                free=stats.free,
             ),
             usage=stats.usage,
             num_sessions=stats.num_sessions,
@@ -68,6 +75,8 @@ class AdminService:
             num_departed_sessions=stats.num_departed_sessions,
             num_workers=stats.num_workers,
             reset_pending=stats.reset_pending,
+            num_transfers=len(node.transfers),
+            num_imports=len(node.imports),
         ).SerializeToString()
 
     def list_sessions(self, _: pb.ListSessionsRequest) -> bytes:
@@ -92,6 +101,16 @@ class AdminService:
             requests=[_request(info) for info in page],
             next_page_token=str(page[-1].handle) if len(found) > limit else "",
             epoch=depot.epoch,
+        ).SerializeToString()
+
+    def list_transfers(self, _: pb.ListTransfersRequest) -> bytes:
+        """ListTransfers."""
+        node = self._node
+        return pb.ListTransfersResponse(
+            transfers=[
+                _transfer(listed) for listed in (*node.transfers.listed(), *node.imports.listed())
+            ],
+            epoch=node.depot.epoch,
         ).SerializeToString()
 
     def evict_blocks(self, request: pb.EvictBlocksRequest) -> bytes:
@@ -148,6 +167,20 @@ def _session(listed: ListedSession) -> pb.SessionInfo:
         num_workers=info.num_workers,
         step=info.step,
         completed_step=info.completed_step,
+    )
+
+
+def _transfer(listed: ListedTransfer) -> pb.TransferInfo:
+    return pb.TransferInfo(
+        transfer=listed.shown_id,
+        name=listed.name,
+        direction=pb.TRANSFER_DIRECTION_IN if listed.is_import else pb.TRANSFER_DIRECTION_OUT,
+        age_seconds=listed.age_seconds,
+        lease_remaining_seconds=listed.lease_remaining_seconds,
+        num_blocks=listed.num_blocks,
+        num_bytes=listed.num_bytes,
+        num_blocks_done=listed.num_blocks_done,
+        num_bytes_done=listed.num_bytes_done,
     )
 
 

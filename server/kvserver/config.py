@@ -260,9 +260,55 @@ class ServerConfig:
     )
     max_subscribers: int = option(1024, integer(0, 1 << 20), "event subscribers", "N")
     max_pulls: int = option(64, integer(1, 1 << 16), "PullBlocks at a time", "N")
-    max_pull_blocks: int = option(65_536, integer(1, 1 << 24), "blocks a PullBlocks", "N")
     pull_stall_seconds: float = option(
         30.0, real(0.01, 3600), "how long a pull waits for a peer that reads nothing", "SECONDS"
+    )
+    max_transfers: int = option(
+        1024, integer(1, 1 << 20), "transfers that peers have open at a time", "N"
+    )
+    max_transfer_blocks: int = option(
+        65_536, integer(1, 1 << 24), "blocks of a transfer or an import", "N"
+    )
+    max_imports: int = option(16, integer(1, 65_536), "imports that run at a time", "N")
+    transfer_ttl_seconds: float = option(
+        30.0,
+        real(0.01, 86_400),
+        "how long a transfer lives after it was opened or renewed, unless it asks for another time",
+        "SECONDS",
+    )
+    transfer_ttl_seconds_max: float = option(
+        600.0, real(0.01, 86_400), "the longest lease that a transfer may ask for", "SECONDS"
+    )
+    import_seconds_max: float = option(
+        300.0,
+        real(0.01, 86_400),
+        "how long an import may take; callers may ask for less",
+        "SECONDS",
+    )
+    data_listen: str = option(
+        "",
+        text,
+        "serve PullBlocks there (default: the host of --listen, a free port)",
+        "HOST:PORT",
+    )
+    advertise_data_address: str = option(
+        "",
+        text,
+        "tell peers this address of PullBlocks (default: the one of --data-listen)",
+        "HOST:PORT",
+    )
+    pull_bandwidth_bytes: int = option(
+        0, integer(0, 1 << 50), "most bytes a second sent by PullBlocks; 0: no limit", "BYTES"
+    )
+    import_bandwidth_bytes: int = option(
+        0, integer(0, 1 << 50), "most bytes a second imported from peers; 0: no limit", "BYTES"
+    )
+    nixl_devices: str = option(
+        "",
+        text,
+        "network devices by which peers may read with NIXL, as in UCX_NET_DEVICES, or none "
+        "(default: lo if --data-listen is loopback, else none)",
+        "NAMES",
     )
     drain_grace_seconds: float = option(
         10.0, real(0.0, 3600), "how long a stop waits for sessions", "SECONDS"
@@ -319,6 +365,9 @@ class ServerConfig:
                 max_tokens_per_session=self.max_tokens_per_session,
                 max_workers_per_session=self.max_workers_per_session,
                 max_step_blocks=self.max_step_blocks,
+                max_transfers=self.max_transfers,
+                max_transfer_blocks=self.max_transfer_blocks,
+                max_imports=self.max_imports,
                 max_num_batched_tokens=self.max_num_batched_tokens,  # type: ignore[arg-type]
                 hash_block_size=self.hash_block_size,  # type: ignore[arg-type]
                 use_eagle=self.use_eagle,

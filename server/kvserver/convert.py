@@ -247,6 +247,7 @@ def block_holders(holders: Iterable[BlockHolder]) -> list[cache_pb2.BlockHolder]
             request_id=holder.request_id,
             ticket=holder.ticket,
             num_blocks=holder.num_blocks,
+            transfer=holder.transfer,
         )
         for holder in holders
     ]
@@ -425,7 +426,7 @@ def pool_description(
 def event(value: Event) -> event_pb2.Event:
     """One event of the truth feed."""
     if isinstance(value, BlockStored):
-        return event_pb2.Event(block_stored=_block_stored(value))
+        return event_pb2.Event(block_stored=block_stored(value))
     if isinstance(value, BlockRemoved):
         removed = event_pb2.BlockRemoved(
             block_hashes=value.block_hashes,
@@ -439,7 +440,8 @@ def event(value: Event) -> event_pb2.Event:
     return event_pb2.Event(all_blocks_cleared=cleared)
 
 
-def _block_stored(value: BlockStored) -> event_pb2.BlockStored:
+def block_stored(value: BlockStored) -> event_pb2.BlockStored:
+    """One block, or several, that became readable."""
     message = event_pb2.BlockStored(
         block_hashes=value.block_hashes,
         parent_block_hash=value.parent_block_hash,

@@ -25,6 +25,7 @@ from prometheus_client.registry import Collector
 from kvcore.residency import Eviction
 from kvcore.spec import why_never_hit
 from kvcore.stats import DepotStats
+from kvserver.imports import OUTCOMES, PATHS
 from kvserver.node import Node
 from kvserver.rpc import DURATION_BOUNDS_SECONDS, Rpcs
 
@@ -36,6 +37,21 @@ _RESIDENCY_BOUNDS_SECONDS = (
 
 
 @dataclass(frozen=True, slots=True)
+class _Transfers:
+    """Outgoing ones and imports. Bytes and blocks by path."""
+
+    num_out: int
+    num_in: int
+    out_ended: dict[str, int]
+    out_blocks: int
+    out_bytes: int
+    in_outcomes: dict[str, int]
+    in_blocks: dict[str, int]
+    in_bytes: dict[str, int]
+    failures: dict[tuple[str, str], int]
+
+
+@dataclass(frozen=True, slots=True)
 class _Reading:
     """A copy of every number, taken on the event loop."""
 
@@ -44,7 +60,7 @@ class _Reading:
     events: dict[str, int]
     subscribers: int
     cut_off: int
-    pulled_bytes: int
+    transfers: _Transfers
     sessions_ended: dict[str, int]
     streams: int
     residencies: list[Eviction]
@@ -106,6 +122,7 @@ class DepotCollector(Collector):
             self._unreachable,
         )
         yield from _work(taken)
+        yield from _transfer_families(taken.transfers)
         yield from _rpc_families(taken)
         yield from self._residency_families(taken.residencies)
 
@@ -131,7 +148,7 @@ class DepotCollector(Collector):
             events=dict(publisher.published),
             subscribers=publisher.num_subscribers,
             cut_off=publisher.cut_off,
-            pulled_bytes=self._node.pulled_bytes,
+            transfers=_read_transfers(self._node),
             sessions_ended=dict(self._node.sessions_ended),
             streams=self._rpcs.num_streams,
             residencies=[] if residency is None else residency.drain(),
@@ -150,7 +167,7 @@ def _pool(stats: DepotStats) -> Iterator[Metric]:
     states = GaugeMetricFamily(
         "kvdepot_blocks", "Blocks by state, the null block in none.", labels=["state"]
     )
-    for state in ("live", "cached", "quarantined", "free"):
+    for state in ("live", "cached", "pinned", "in_transfer", "quarantined", "free"):
         states.add_metric([state], getattr(stats, state))
     yield states
     yield _gauge("pool_blocks", "Blocks that can be handed out.", stats.num_blocks - 1)
@@ -197,7 +214,70 @@ def _work(taken: _Reading) -> Iterator[Metric]:
     yield _gauge("streams", "Open streams, of all methods.", taken.streams)
     yield _gauge("event_subscribers", "Event streams being served.", taken.subscribers)
     yield _counter("event_subscribers_cut_off", "Event streams ended for lagging.", taken.cut_off)
-    yield _counter("pulled_bytes", "Bytes of blocks sent to peers.", taken.pulled_bytes)
+
+
+def _read_transfers(node: Node) -> _Transfers:
+    transfers, imports = node.transfers, node.imports
+    return _Transfers(
+        num_out=len(transfers),
+        num_in=len(imports),
+        out_ended=dict(transfers.num_ended),
+        out_blocks=transfers.num_blocks,
+        out_bytes=node.pulled_bytes,
+        in_outcomes=dict(imports.outcomes),
+        in_blocks=dict(imports.num_blocks),
+        in_bytes=dict(imports.num_bytes),
+        failures=dict(imports.failures),
+    )
+
+
+def _transfer_families(taken: _Transfers) -> Iterator[Metric]:
+    is_open = GaugeMetricFamily(
+        "kvdepot_transfers",
+        'Open transfers: "out", by which peers read, and "in", imports.',
+        labels=["direction"],
+    )
+    is_open.add_metric(["out"], taken.num_out)
+    is_open.add_metric(["in"], taken.num_in)
+    yield is_open
+    moved = CounterMetricFamily(
+        "kvdepot_transfer_bytes",
+        'Bytes of blocks that came by imports ("in"), and that PullBlocks sent ("out"); what '
+        "peers read by other paths is not known here.",
+        labels=["direction", "path"],
+    )
+    for path in PATHS:
+        moved.add_metric(["in", path], taken.in_bytes.get(path, 0))
+    moved.add_metric(["out", "grpc"], taken.out_bytes)
+    yield moved
+    blocks = CounterMetricFamily(
+        "kvdepot_transfer_blocks",
+        'Blocks that came by imports ("in"), and that were kept for peers ("out").',
+        labels=["direction"],
+    )
+    blocks.add_metric(["in"], sum(taken.in_blocks.values()))
+    blocks.add_metric(["out"], taken.out_blocks)
+    yield blocks
+    ended = CounterMetricFamily(
+        "kvdepot_transfers_ended",
+        "Transfers that peers had open, by how they ended.",
+        labels=["how"],
+    )
+    for how, count in taken.out_ended.items():
+        ended.add_metric([how], count)
+    yield ended
+    outcomes = CounterMetricFamily("kvdepot_imports", "Imports that ended.", labels=["outcome"])
+    for outcome in OUTCOMES:
+        outcomes.add_metric([outcome], taken.in_outcomes.get(outcome, 0))
+    yield outcomes
+    failures = CounterMetricFamily(
+        "kvdepot_transfer_failures",
+        "Why bytes of imports did not come by a path that was tried.",
+        labels=["path", "reason"],
+    )
+    for (path, reason), count in taken.failures.items():
+        failures.add_metric([path, reason], count)
+    yield failures
 
 
 def _rpc_families(taken: _Reading) -> Iterator[Metric]:

@@ -13,16 +13,19 @@ from weakref import WeakKeyDictionary
 from google.protobuf.message import Message
 
 from kvcore.depot import Depot, check_name
-from kvcore.errors import InvalidArgument, NotFound, Unavailable
+from kvcore.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from kvcore.listing import SessionInfo
 from kvcore.memory import PoolMemory, layer_layouts
 from kvcore.reset import ResetMode, ResetResult, ResetScope
 from kvcore.session import Session
 from kvdepot.v1 import types_pb2
 from kvserver import convert
+from kvserver.data_plane import DataPlane
 from kvserver.deadlines import Clock, Deadlines
+from kvserver.imports import Imports
 from kvserver.publisher import Publisher
 from kvserver.replies import Replies
+from kvserver.transfers import Transfers
 from kvserver.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -41,6 +44,15 @@ class SessionPolicy:
     quarantine_seconds: float
     reset_deadline_seconds: float
     worker_heartbeat_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferPolicy:
+    """What peers and imports are granted."""
+
+    lease_ttl_seconds: float
+    lease_ttl_seconds_max: float
+    import_seconds_max: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +74,19 @@ class Node:
         memory: PoolMemory | None,
         publisher: Publisher,
         policy: SessionPolicy,
+        transfer_policy: TransferPolicy,
         *,
+        data_plane: DataPlane | None = None,
         clock: Clock | None = None,
     ) -> None:
         self.depot = depot
         self.memory = memory
         self.publisher = publisher
         self.policy = policy
+        self.transfer_policy = transfer_policy
+        # None when there are no bytes to move.
+        self.data_plane = data_plane
         self.started = time.monotonic()
-        self.pulled_bytes = 0
         self.draining = False  # no new sessions
         self.draining_streams = False  # no new requests on open streams
         self.drain_requested = asyncio.Event()
@@ -81,8 +97,10 @@ class Node:
             [] if memory is None else layer_layouts(depot.config),
             [] if memory is None else memory.mappings,
         )
-        # Of leases by session id, of quarantines and drains by ("quarantine" or "drain", id).
-        self._deadlines = Deadlines(clock)
+        # Of leases by session id; of quarantines, drains and transfers by (what it is, id).
+        self.deadlines = Deadlines(clock)
+        self.transfers = Transfers(self)
+        self.imports = Imports(self)
         self._workers: dict[str, set[Worker]] = {}
         self._opened_at: WeakKeyDictionary[Session, float] = WeakKeyDictionary()
         self._replies = Replies(
@@ -100,8 +118,7 @@ class Node:
         self, name: str, fingerprint: str, lease_ttl_seconds: float | None = None
     ) -> Session:
         """A new session. Raises Unavailable while the server drains."""
-        if self.draining:
-            raise _stopping()
+        self.require_not_draining()
         ttl = self.policy.lease_ttl_seconds if lease_ttl_seconds is None else lease_ttl_seconds
         if not 0.0 < ttl <= self.policy.lease_ttl_seconds_max:
             raise InvalidArgument(
@@ -112,7 +129,7 @@ class Node:
         session = self.depot.open_session(name, fingerprint)
         self._replies.open(session.session_id)
         self._opened_at[session] = time.monotonic()
-        self._deadlines.set(session.session_id, ttl, lambda: self._expire(session, ttl))
+        self.deadlines.set(session.session_id, ttl, lambda: self._expire(session, ttl))
         return session
 
     def session(self, session_id: str, epoch: str, within: str = "context.") -> Session:
@@ -134,12 +151,12 @@ class Node:
                 reason="SESSION_EXPIRED",
                 field=f"{within}session_id",
             ) from None
-        self._deadlines.renew(session_id)
+        self.deadlines.renew(session_id)
         return session
 
     def lease_ttl_seconds(self, session: Session) -> float:
         """How long ``session`` lives after its last call."""
-        return self._deadlines.seconds(session.session_id)
+        return self.deadlines.seconds(session.session_id)
 
     def close_session(self, session: Session) -> int:
         """Free all the session holds; the number of its requests."""
@@ -148,7 +165,7 @@ class Node:
 
     def list_sessions(self) -> list[ListedSession]:
         """Every session with its lease, open ones first, oldest first."""
-        deadlines, depot, now = self._deadlines, self.depot, time.monotonic()
+        deadlines, depot, now = self.deadlines, self.depot, time.monotonic()
         listed = []
         for info in depot.list_sessions():
             session_id = info.session_id
@@ -171,10 +188,10 @@ class Node:
     def _end_session(self, session: Session, cause: str) -> int:
         session_id = session.session_id
         self.sessions_ended[cause] += 1
-        self._deadlines.drop(session_id)
+        self.deadlines.drop(session_id)
         num_requests = self.depot.close_session(session)
         if session.num_workers:
-            self._deadlines.set(
+            self.deadlines.set(
                 ("quarantine", session_id),
                 self.policy.quarantine_seconds,
                 lambda: self._end_quarantine(session),
@@ -200,7 +217,7 @@ class Node:
         workers.remove(worker)
         if not workers:
             del self._workers[session_id]
-            self._deadlines.drop(("quarantine", session_id))
+            self.deadlines.drop(("quarantine", session_id))
         self.depot.detach_worker(worker.session)
 
     def _end_quarantine(self, session: Session) -> None:
@@ -268,8 +285,8 @@ class Node:
             )
         result = self.depot.reset_prefix_cache(mode, scope)
         key = ("drain", result.drain_id)
-        if not result.done and key not in self._deadlines:
-            self._deadlines.set(key, deadline_seconds, lambda: self._abandon_drain(result.drain_id))
+        if not result.done and key not in self.deadlines:
+            self.deadlines.set(key, deadline_seconds, lambda: self._abandon_drain(result.drain_id))
         return result
 
     def _abandon_drain(self, drain_id: int) -> None:
@@ -287,6 +304,28 @@ class Node:
         if entries:
             self.publisher.publish(entries)
 
+    # --- bytes ------------------------------------------------------------------------
+
+    @property
+    def pulled_bytes(self) -> int:
+        """Of blocks, sent to peers by PullBlocks."""
+        return 0 if self.data_plane is None else self.data_plane.pulled_bytes
+
+    def require_data_plane(self) -> DataPlane:
+        """What moves bytes. FailedPrecondition if there are none, or they lie on CUDA devices."""
+        if self.data_plane is None:
+            if self.memory is None:
+                raise FailedPrecondition("the server keeps no bytes", reason="NO_MEMORY")
+            raise FailedPrecondition(
+                "the bytes of CUDA devices are not moved between servers", reason="NO_DATA_PLANE"
+            )
+        return self.data_plane
+
+    def require_not_draining(self) -> None:
+        """Unavailable once the server begins to stop."""
+        if self.draining:
+            raise _stopping()
+
     # --- the end ----------------------------------------------------------------------
 
     def drain(self) -> None:
@@ -294,9 +333,16 @@ class Node:
         self.draining = True
         self.drain_requested.set()
 
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a session, a transfer or an import is still open."""
+        return bool(self.depot.sessions) or len(self.transfers) + len(self.imports) > 0
+
     def end_streams(self) -> None:
         """No more requests on open streams; those of workers and followers end."""
         self.draining_streams = True
+        self.imports.stop_all()
+        self.transfers.end_all()
         for workers in self._workers.values():
             for worker in workers:
                 worker.wake()
@@ -309,7 +355,7 @@ class Node:
 
     def close(self) -> None:
         """Nothing is called back any more."""
-        self._deadlines.close()
+        self.deadlines.close()
 
 
 def _stopping() -> Unavailable:

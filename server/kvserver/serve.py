@@ -9,7 +9,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import grpc
@@ -21,9 +21,11 @@ from kvcore.memory import FileMemory, PoolMemory, remove_abandoned
 from kvcore.spec import DepotConfig, why_never_hit
 from kvserver import admin, cache, event, headroom, health, reflect, sockets, transfer
 from kvserver.config import ConfigError, ServerConfig, split_address
+from kvserver.data_plane import DataPlane
 from kvserver.deadlines import Clock
 from kvserver.metrics import DepotCollector, MetricsServer
-from kvserver.node import Node, SessionPolicy
+from kvserver.mover.handle import MoverHandle
+from kvserver.node import Node, SessionPolicy, TransferPolicy
 from kvserver.publisher import Publisher
 from kvserver.rpc import Rpcs, register
 from kvserver.sources import flag_of, parse
@@ -38,10 +40,17 @@ _STOP_SECONDS = 1.0
 class Server:
     """A running node. ``await start()``, then ``await stop()``, on one event loop.
 
-    ``clock`` is what leases run by, the event loop's unless given.
+    ``clock`` is what leases run by, the event loop's unless given. ``make_data_plane``
+    makes what moves bytes.
     """
 
-    def __init__(self, config: ServerConfig, *, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        *,
+        clock: Clock | None = None,
+        make_data_plane: Callable[[ServerConfig, PoolMemory], DataPlane] = MoverHandle,
+    ) -> None:
         self.config = config
         self.port = 0
         self.metrics_port: int | None = None
@@ -56,6 +65,10 @@ class Server:
         try:
             poison = memory.poison if config.poison and memory is not None else None
             depot = Depot(depot_config, poison=poison)
+            data_plane = None
+            # The bytes of CUDA devices are not moved yet.
+            if memory is not None and memory.path:
+                data_plane = make_data_plane(config, memory)
         except BaseException:
             if memory is not None:
                 memory.close()
@@ -83,6 +96,12 @@ class Server:
                 reset_deadline_seconds=config.reset_deadline_seconds,
                 worker_heartbeat_seconds=config.worker_heartbeat_seconds,
             ),
+            TransferPolicy(
+                lease_ttl_seconds=config.transfer_ttl_seconds,
+                lease_ttl_seconds_max=config.transfer_ttl_seconds_max,
+                import_seconds_max=config.import_seconds_max,
+            ),
+            data_plane=data_plane,
             clock=clock,
         )
         self._rpcs = Rpcs(depot.epoch, streams_max=config.max_concurrent_streams)
@@ -96,7 +115,7 @@ class Server:
         try:
             await self._start()
         except BaseException:
-            self._close_memory()
+            await self._close_memory()
             raise
 
     async def _start(self) -> None:
@@ -105,11 +124,7 @@ class Server:
             cache.SERVICE: self._cache.handlers(),
             event.SERVICE: event.EventService(node, rpcs).handlers(),
             transfer.SERVICE: transfer.TransferService(
-                node,
-                rpcs,
-                pulls_max=config.max_pulls,
-                blocks_max=config.max_pull_blocks,
-                stall_seconds=config.pull_stall_seconds,
+                node, rpcs, stall_seconds=config.pull_stall_seconds
             ).handlers(),
             admin.SERVICE: admin.AdminService(node, rpcs).handlers(),
         }
@@ -144,6 +159,8 @@ class Server:
         if config.uds:
             self._bind(f"unix:{config.uds}", "--uds")
             Path(config.uds).chmod(0o660)
+        if node.data_plane is not None:
+            await node.data_plane.start()
         await self._grpc.start()
         if node.memory is not None:
             _tell_where(config, node.memory)
@@ -166,7 +183,7 @@ class Server:
         )
 
     async def stop(self, hurry: asyncio.Event | None = None) -> None:
-        """Refuse new sessions, give open ones the grace, end streams, stop, unlink.
+        """Refuse new sessions and transfers, give open ones the grace, end them, stop, unlink.
 
         Setting ``hurry`` ends the grace at once.
         """
@@ -174,7 +191,7 @@ class Server:
         self.node.drain()
         self._health.stop()
         deadline = loop.time() + self.config.drain_grace_seconds
-        while self.node.depot.sessions and loop.time() < deadline:
+        while self.node.is_in_use and loop.time() < deadline:
             if hurry is not None and hurry.is_set():
                 break
             await asyncio.sleep(_DRAIN_POLL_SECONDS)
@@ -184,15 +201,19 @@ class Server:
         if self._rpcs.num_streams:
             # A client that finds its connection gone does not read why its stream ended.
             await asyncio.sleep(_LINGER_SECONDS)
+        await self.node.imports.close(_STOP_SECONDS)
         await self._grpc.stop(_STOP_SECONDS)
         self.node.close()
         if self._metrics is not None:
             await loop.run_in_executor(None, self._metrics.close)
         if self.config.uds:
             Path(self.config.uds).unlink(missing_ok=True)
-        self._close_memory()
+        await self._close_memory()
 
-    def _close_memory(self) -> None:
+    async def _close_memory(self) -> None:
+        """The process that moves bytes first: it maps them."""
+        if self.node.data_plane is not None:
+            await self.node.data_plane.close()
         if self.node.memory is not None:
             self.node.memory.close()
 

@@ -144,7 +144,12 @@ def _check(config: ServerConfig, sources: Mapping[str, str]) -> None:
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)} exclude each other: give one")
     host, _ = split_address(config.listen, option=sources.get("listen", "--listen"))
-    for name, bound in (("listen", host), ("metrics_host", config.metrics_host or host)):
+    data_host = host
+    if config.data_listen:
+        option = sources.get("data_listen", "--data-listen")
+        data_host, _ = split_address(config.data_listen, option=option)
+    bounds = {"listen": host, "metrics_host": config.metrics_host or host, "data_listen": data_host}
+    for name, bound in bounds.items():
         if not is_loopback(bound) and not config.insecure_bind:
             raise ConfigError(
                 f"{sources.get(name, flag_of(name))}: {bound} is not loopback; the server is not "

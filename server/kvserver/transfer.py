@@ -1,45 +1,33 @@
-"""KVTransferService: where the bytes are, and the bytes."""
+"""KVTransferService: where the bytes are, who may read them, and pulls from peers."""
 
 from __future__ import annotations
 
-import zlib
+import struct
+from collections.abc import Iterable
 
-from kvcore.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
-from kvcore.hashing import make_scheme
-from kvcore.memory import PoolMemory
+from google.protobuf.message import Message
+
+from kvcore.depot import check_name
+from kvcore.errors import InvalidArgument
+from kvcore.import_job import Import
+from kvcore.session import Session
+from kvcore.transfer import GroupHashes, Transfer
 from kvdepot.v1 import transfer_pb2 as pb
+from kvserver.contents import block_contents
+from kvserver.imports import RunningImport
 from kvserver.node import Node
 from kvserver.rpc import Context, Handler, Rpcs, write
 
 SERVICE = pb.DESCRIPTOR.services_by_name["KVTransferService"].full_name
 
-MESSAGE_BYTES = 1 << 20
-MESSAGE_BLOCKS_MAX = 4096
-
-_STATUSES = {
-    "ready": pb.BLOCK_STATUS_READY,
-    "pending": pb.BLOCK_STATUS_PENDING,
-    "missing": pb.BLOCK_STATUS_MISSING,
-}
-
 
 class TransferService:
-    """Describes the pool and copies blocks out of it."""
+    """What workers and peers ask of the node; PullBlocks is not served here."""
 
-    def __init__(
-        self, node: Node, rpcs: Rpcs, *, pulls_max: int, blocks_max: int, stall_seconds: float
-    ) -> None:
+    def __init__(self, node: Node, rpcs: Rpcs, *, stall_seconds: float) -> None:
         self._node = node
         self._rpcs = rpcs
-        self._num_pulls = 0
-        self._pulls_max = pulls_max
-        self._blocks_max = blocks_max
         self._stall_seconds = stall_seconds
-        config = node.depot.config
-        self._hash_bytes = make_scheme(config.hash_scheme, config.hash_seed).digest_size
-        self._block_bytes = [
-            config.num_ranks * group.block_bytes for group in config.kv_cache.groups
-        ]
 
     def handlers(self) -> dict[str, Handler]:
         """The service's methods by name."""
@@ -49,7 +37,16 @@ class TransferService:
             "AttachWorker": rpcs.server_stream(
                 "AttachWorker", pb.AttachWorkerRequest, self._attach_worker
             ),
-            "PullBlocks": rpcs.server_stream("PullBlocks", pb.PullBlocksRequest, self._pull_blocks),
+            "OpenTransfer": rpcs.unary("OpenTransfer", pb.OpenTransferRequest, self.open_transfer),
+            "RenewTransfer": rpcs.unary(
+                "RenewTransfer", pb.RenewTransferRequest, self.renew_transfer
+            ),
+            "CloseTransfer": rpcs.unary(
+                "CloseTransfer", pb.CloseTransferRequest, self.close_transfer
+            ),
+            "ImportBlocks": rpcs.server_stream(
+                "ImportBlocks", pb.ImportBlocksRequest, self._import_blocks
+            ),
         }
 
     def describe_pool(self, _: pb.DescribePoolRequest) -> bytes:
@@ -78,77 +75,137 @@ class TransferService:
         finally:
             node.detach_worker(worker)
 
-    async def _pull_blocks(self, request: pb.PullBlocksRequest, context: Context) -> None:
-        memory = self._check(request)
-        if self._num_pulls >= self._pulls_max:
-            raise ResourceExhausted(
-                f"{self._num_pulls} pulls are under way, the maximum",
-                reason="TOO_MANY_PULLS",
-                retryable=True,
-            )
-        self._num_pulls += 1
-        try:
-            start = 0
-            while start < len(request.block_hashes):
-                # Synchronous, so that no block changes between its look-up and its copy.
-                message, start = self._message(request, memory, start)
-                await write(context, message, seconds=self._stall_seconds)
-        finally:
-            self._num_pulls -= 1
+    # --- transfers --------------------------------------------------------------------
 
-    def _check(self, request: pb.PullBlocksRequest) -> PoolMemory:
-        node = self._node
-        if request.fingerprint and request.fingerprint != node.pool.fingerprint:
-            raise FailedPrecondition(
-                "the pool holds other content than the fingerprint names",
-                reason="FINGERPRINT_MISMATCH",
-                field="fingerprint",
-            )
-        if request.group >= len(self._block_bytes):
-            raise InvalidArgument(f"there is no group {request.group}", field="group")
-        if len(request.block_hashes) > self._blocks_max:
-            raise ResourceExhausted(
-                f"{len(request.block_hashes)} hashes are more than {self._blocks_max} a call",
-                reason="TOO_MANY_BLOCKS",
-                field="block_hashes",
-            )
-        for position, block_hash in enumerate(request.block_hashes):
-            if len(block_hash) != self._hash_bytes:
-                raise InvalidArgument(
-                    f"a hash has {self._hash_bytes} bytes ({2 * self._hash_bytes} hex digits), "
-                    f"got {len(block_hash)}",
-                    field=f"block_hashes[{position}]",
+    def open_transfer(self, request: pb.OpenTransferRequest) -> bytes:
+        """OpenTransfer."""
+        node, depot = self._node, self._node.depot
+        node.require_not_draining()
+        data_plane = node.require_data_plane()
+        depot.require_fingerprint(request.fingerprint)
+        check_name(request.name)
+
+        def begin() -> Transfer:
+            session = self._session_of(request)
+            if session is None:
+                return depot.transfers.open_hashes(request.name, _groups(request.groups))
+            request_id = request.request.request_id
+            return depot.transfers.open_request(request.name, session, request_id)
+
+        has_ttl = request.HasField("lease_ttl_seconds")
+        transfer = node.transfers.open(begin, request.lease_ttl_seconds if has_ttl else None)
+        return pb.OpenTransferResponse(
+            transfer_id=transfer.transfer_id,
+            epoch=depot.epoch,
+            lease_ttl_seconds=node.transfers.lease_ttl_seconds(transfer.transfer_id),
+            groups=[
+                pb.GroupBlocks(
+                    group=group.group,
+                    statuses=group.statuses,
+                    block_ids=struct.pack(f"<{len(group.blocks)}I", *group.block_ids),
+                    block_hashes=group.hashes if request.HasField("request") else (),
+                    contents=block_contents(depot.pool, group) if request.contents else (),
                 )
-        if node.memory is None:
-            raise FailedPrecondition("the server keeps no bytes", reason="NO_MEMORY")
-        return node.memory
+                for group in transfer.groups
+            ],
+            reach=data_plane.reach(),
+        ).SerializeToString()
 
-    def _message(
-        self, request: pb.PullBlocksRequest, memory: PoolMemory, start: int
-    ) -> tuple[bytes, int]:
-        """One message's bytes, from the hash at ``start``, and where the next begins."""
-        group = request.group
-        block_bytes = self._block_bytes[group]
-        statuses: list[pb.BlockStatus] = []
-        pages: list[bytes] = []
-        checksums: list[int] = []
-        stop = min(len(request.block_hashes), start + MESSAGE_BLOCKS_MAX)
-        position = start
-        while position < stop:
-            if pages and (len(pages) + 1) * block_bytes > MESSAGE_BYTES:
-                break
-            status, block_id = self._node.depot.locate(request.block_hashes[position], group)
-            statuses.append(_STATUSES[status])
-            if status == "ready":
-                assert block_id is not None
-                page = memory.block_pages(block_id, group)
-                pages.append(page)
-                if request.checksums:
-                    checksums.append(zlib.crc32(page))
-            position += 1
-        data = b"".join(pages)
-        self._node.pulled_bytes += len(data)
-        response = pb.PullBlocksResponse(
-            first_index=start, statuses=statuses, data=data, checksums=checksums
+    def renew_transfer(self, request: pb.RenewTransferRequest) -> bytes:
+        """RenewTransfer."""
+        ttl = self._node.transfers.renew(request.transfer_id)
+        return pb.RenewTransferResponse(
+            epoch=self._node.depot.epoch, lease_ttl_seconds=ttl
+        ).SerializeToString()
+
+    def close_transfer(self, request: pb.CloseTransferRequest) -> bytes:
+        """CloseTransfer."""
+        try:
+            self._node.transfers.close(request.transfer_id)
+        finally:
+            self._node.publish()
+        return pb.CloseTransferResponse(epoch=self._node.depot.epoch).SerializeToString()
+
+    def _session_of(
+        self, message: pb.OpenTransferRequest | pb.ImportBlocksRequest
+    ) -> Session | None:
+        """The session whose request is named, its lease renewed; None: hashes are."""
+        if message.HasField("request") == bool(message.groups):
+            raise InvalidArgument("name either hashes or a request", field="groups")
+        if not message.HasField("request"):
+            return None
+        named = message.request
+        return self._node.session(named.session_id, named.epoch, within="request.")
+
+    # --- imports ----------------------------------------------------------------------
+
+    async def _import_blocks(self, request: pb.ImportBlocksRequest, context: Context) -> None:
+        """Ends with the call, but the blocks stay pinned until no byte can land in them."""
+        running = self._begin_import(request)
+        try:
+            while not running.has_ended:
+                await running.news()
+                if not running.has_ended:
+                    await self._write(context, self._progress(running))
+            if running.error is not None:
+                raise running.error
+            await self._write(context, self._result(running))
+        finally:
+            running.stop()
+
+    def _begin_import(self, request: pb.ImportBlocksRequest) -> RunningImport:
+        node, imports = self._node, self._node.depot.imports
+        node.require_not_draining()
+        node.require_data_plane()
+        check_name(request.peer)
+        if not request.peer:
+            raise InvalidArgument("a peer is needed, HOST:PORT", field="peer")
+        for position, path in enumerate(request.paths):
+            if path not in _PATHS:
+                raise InvalidArgument(f"{path} is no path", field=f"paths[{position}]")
+        has_deadline = request.HasField("deadline_seconds")
+        deadline = node.imports.deadline_seconds(request.deadline_seconds if has_deadline else None)
+        session = self._session_of(request)
+        found: Import
+        if session is None:
+            try:
+                found = imports.begin_hashes(request.peer, _groups(request.groups))
+            finally:
+                node.publish()
+        else:
+            found = imports.begin_request(request.peer, session, request.request.request_id)
+        return node.imports.start(
+            found,
+            paths=list(request.paths),
+            checksums=request.checksums,
+            deadline_seconds=deadline,
         )
-        return response.SerializeToString(), position
+
+    def _progress(self, running: RunningImport) -> pb.ImportBlocksResponse:
+        progress = running.progress
+        return pb.ImportBlocksResponse(
+            epoch=self._node.depot.epoch,
+            num_blocks=progress.num_blocks,
+            num_bytes=progress.num_bytes,
+            path=progress.path,
+        )
+
+    def _result(self, running: RunningImport) -> pb.ImportBlocksResponse:
+        assert running.result is not None
+        message = self._progress(running)
+        message.done = True
+        message.num_tokens = running.result.num_tokens
+        for group, statuses in running.result.statuses.items():
+            message.groups.add(group=group, statuses=statuses)
+        message.failures.extend(running.failures)
+        return message
+
+    async def _write(self, context: Context, message: Message) -> None:
+        await write(context, message.SerializeToString(), seconds=self._stall_seconds)
+
+
+_PATHS = frozenset(pb.TransferPath.values()) - {pb.TRANSFER_PATH_UNSPECIFIED}
+
+
+def _groups(messages: Iterable[pb.GroupHashes]) -> list[GroupHashes]:
+    return [GroupHashes(message.group, list(message.block_hashes)) for message in messages]

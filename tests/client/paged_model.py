@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn import functional
 
+from kvclient.imports import TransferPath
 from kvclient.pool import Pool
 from kvclient.session import Session
 from kvclient.tables import RequestTables
@@ -211,6 +212,34 @@ class Engine:
         while self._computed[request_id] < len(tokens):
             logits.append(self._grow(request_id, None, chunk))
         return torch.cat(logits)
+
+    def prefill_elsewhere(
+        self,
+        request_id: str,
+        tokens: Sequence[int],
+        num_external: int,
+        peer: str,
+        path: TransferPath,
+    ) -> torch.Tensor:
+        """Logits of the tokens behind those that are imported from ``peer``, which are all."""
+        self.session.get_computed_blocks(request_id, list(tokens))
+        result = self._allocate(
+            SlotRequest(
+                request_id,
+                num_new_tokens=0,
+                num_external_computed_tokens=num_external,
+                delay_cache_blocks=True,
+            )
+        )
+        tables = self._tables[request_id] = RequestTables(self.session.pool, len(tokens))
+        tables.admit(result.hit_blocks, result.new_blocks, num_external, num_external)
+        brought = self.session.import_blocks(request_id, peer, paths=[path], deadline_s=30).result()
+        assert brought.num_tokens == num_external, brought
+        self.session.cache_blocks(request_id, num_external)
+        self.hits[request_id] = 0
+        self._computed[request_id] = num_external
+        self._tokens[request_id] = list(tokens)
+        return self._grow(request_id, None, None)
 
     def decode(self, request_id: str, token: int) -> torch.Tensor:
         """Logits behind one more token."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvclient.imports import TransferPath
 from kvclient.pool import map_pool
 
 torch = pytest.importorskip("torch")
@@ -96,3 +97,28 @@ def test_what_nobody_wrote_shows_with_poison(serve: Any, layout: str) -> None:
             assert key[30:].isnan().all() and value[30:].isnan().all()
             # Attention that looks beyond what was written, by one slot.
             assert model.forward([1], 31, keeper).isnan().all()
+
+
+@pytest.mark.parametrize("path", [TransferPath.MAPPING, TransferPath.GRPC])
+@pytest.mark.parametrize("layouts", [("block", "block"), ("block", "layer")])
+@pytest.mark.parametrize("name", SHAPES)
+def test_attention_over_blocks_of_a_peer(
+    serve: Any, name: str, layouts: tuple[str, str], path: TransferPath
+) -> None:
+    """Prefilled on one server, imported into another, decoded there: as without a pool."""
+    shape = SHAPES[name]
+    options = {"model": "mine", "groups": shape.groups(BLOCK_SIZE), "num_blocks": 65}
+    there, here = (serve(**options, layout=layout, poison=True) for layout in layouts)
+    model = Model(shape)
+    prompt = random_tokens(30, seed=1)
+    expected = dense_logits(model, prompt)
+    with engine_on(there, model) as prefill, engine_on(here, model) as decode:
+        # Others' blocks lie where its own would have come to lie.
+        decode.prefill("other", random_tokens(13, seed=3))
+        prefill.prefill("a", prompt)
+        before = model.num_computed_tokens
+        logits = decode.prefill_elsewhere("a", prompt, 28, there.target, path)
+        assert model.num_computed_tokens - before == 2
+        assert_same(logits, expected[28:])
+        rows = [logits[-1], *decode.generate("a", logits[-1], 12)]
+        assert_same(torch.stack(rows), dense_logits(model, decode.tokens("a"))[29:])

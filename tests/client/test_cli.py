@@ -43,7 +43,7 @@ def test_help_lists_the_commands() -> None:
     assert result.exit_code == 0
     for name in (
         *("serve", "replay", "demo", "stat", "sessions", "requests"),
-        *("audit", "pull", "evict", "reset", "drain"),
+        *("audit", "transfers", "pull", "import", "evict", "reset", "drain"),
     ):
         assert f"\n  {name} " in result.output
     assert not re.search(r"\.\.\.$", result.output.partition("Commands:")[2], re.MULTILINE)
@@ -55,7 +55,14 @@ def test_stat(target: str) -> None:
     assert "cached" in shown.output
     stats = json.loads(kvdepot("stat", "--server", target, "--json").output)
     assert stats["num_blocks"] == 9
-    assert stats["blocks"] == {"live": 0, "cached": 2, "quarantined": 0, "free": 6}
+    assert stats["blocks"] == {
+        "live": 0,
+        "cached": 2,
+        "pinned": 0,
+        "in_transfer": 0,
+        "quarantined": 0,
+        "free": 6,
+    }
     assert stats["prefix_cache_queries"] == len(PROMPT)
 
 

@@ -7,18 +7,16 @@ import json
 import os
 import subprocess
 import sys
-import zlib
 from typing import Any
 
 import pytest
 
-from kvclient import Client, convert
-from kvclient.errors import DataLoss, FailedPrecondition, InternalError, InvalidArgument, NotFound
+from kvclient import Client
+from kvclient.errors import FailedPrecondition, InvalidArgument, NotFound
 from kvclient.events import BlockStored
 from kvclient.pool import map_pool
 from kvclient.slots import slot_mapping
 from kvclient.values import BlockStatus, Content, PoolDescription, SlotRequest
-from kvdepot.v1 import transfer_pb2
 
 torch = pytest.importorskip("torch")
 
@@ -311,28 +309,3 @@ def test_a_block_that_is_not_written_yet_is_pending(client: Client) -> None:
         assert isinstance(event, BlockStored)
         (block,) = client.pull_blocks(event.block_hashes)
         assert block.status is BlockStatus.READY
-
-
-@pytest.mark.parametrize(
-    ("data", "checksums", "error"),
-    [
-        pytest.param(b"abcd", [zlib.crc32(b"ab"), zlib.crc32(b"cd")], None, id="good"),
-        pytest.param(b"abxx", [zlib.crc32(b"ab"), zlib.crc32(b"cd")], DataLoss, id="damaged"),
-        pytest.param(b"abc", [], InternalError, id="odd"),
-        pytest.param(b"abcd", [1], InternalError, id="a-checksum-short"),
-    ],
-)
-def test_pulled_bytes_are_checked(
-    data: bytes, checksums: list[int], error: type[Exception] | None
-) -> None:
-    ready, missing = transfer_pb2.BLOCK_STATUS_READY, transfer_pb2.BLOCK_STATUS_MISSING
-    message = transfer_pb2.PullBlocksResponse(
-        first_index=1, statuses=[ready, missing, ready], data=data, checksums=checksums
-    )
-    hashes = [bytes([number]) * 4 for number in range(4)]
-    if error is not None:
-        with pytest.raises(error):
-            list(convert.pulled_blocks(message, hashes))
-        return
-    found = [(block.block_hash, block.data) for block in convert.pulled_blocks(message, hashes)]
-    assert found == [(hashes[1], b"ab"), (hashes[2], b""), (hashes[3], b"cd")]

@@ -276,6 +276,30 @@ def test_the_demo_says_what_one_saw() -> None:
         assert words in " ".join(finished.output.split())
 
 
+def test_the_demo_of_prefill_and_decode() -> None:
+    finished = kvdepot("demo", "pd", "--requests", "6", "--path", "grpc", "--json")
+    assert finished.status == 0, finished.errors
+    report = finished.json
+    assert report["ok"] is True
+    assert report["requests"] == 6
+    assert set(report["imports_by_path"]) == {"grpc"}
+    # What is left to compute is the end of each prompt.
+    assert 6 <= report["prompt_tokens_computed"] <= 6 * 16
+    assert report["imported_tokens"] > 0
+    assert report["hit_tokens"] + report["imported_tokens"] < report["prompt_tokens"]
+    assert (report["prompts_released"], report["prompts_overdue"]) == (6, 0)
+    assert report["blocks_verified"] >= report["blocks_imported"] > 0
+    assert report["wrong_bytes"] == 0
+    assert report["audit_violations"] == {"prefill": 0, "decode": 0}
+    assert {"prefill", "import", "compute", "first token"} <= set(report["first_token_ms"])
+
+
+def test_options_of_one_demo_are_not_those_of_another() -> None:
+    finished = kvdepot("demo", "--requests", "6", "pd")
+    assert finished.status == 2
+    assert "put --requests behind pd" in finished.errors
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.skipif(not REAL_TRACE.exists(), reason="the real trace is not here")

@@ -97,7 +97,7 @@ def test_the_answers(told: dict[str, list[dict[str, Any]]]) -> None:
             "bad fingerprint",
             ["FailedPrecondition", "FINGERPRINT_MISMATCH", "fingerprint", False],
         ),
-        ("bad pull", ["InvalidArgument", "INVALID_ARGUMENT", "block_hashes[0]", False]),
+        ("bad pull", ["InvalidArgument", "INVALID_ARGUMENT", "groups[0].block_hashes[0]", False]),
         ("old events", ["DataLoss", "EPOCH_CHANGED", "epoch", False]),
     ],
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",

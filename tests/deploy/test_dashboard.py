@@ -101,7 +101,9 @@ def test_query_asks_the_chosen_servers_for_rates_of_counters(query: Query) -> No
         "kvdepot_sessions_ended_total",
         "kvdepot_departed_sessions",
         "kvdepot_requests",
-        "kvdepot_pulled_bytes_total",
+        "kvdepot_transfer_bytes_total",
+        "kvdepot_transfers",
+        "kvdepot_imports_total",
     ],
 )
 def test_what_operators_watch_is_on_it(shown: str) -> None:

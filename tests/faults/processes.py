@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -138,14 +138,16 @@ class Processes:
         """The command."""
         return self.python("-m", "kvclient.cli", *arguments)
 
-    def serve(self, *, max_descriptors: int | None = None, **options: Any) -> ServerProcess:
-        """A server; keywords are its flags."""
+    def serve(
+        self, *, max_descriptors: int | None = None, within: Sequence[str] = (), **options: Any
+    ) -> ServerProcess:
+        """A server; keywords are its flags. ``within``: a command that runs its command."""
         flags = {"listen": "127.0.0.1:0", "mapping_dir": self.directory} | options
         arguments = []
         for name, value in flags.items():
             arguments.append(f"--{name.replace('_', '-')}")
             arguments += [] if value is True else [str(value)]
-        command = [sys.executable, "-m", "kvserver", "--no-metrics", *arguments]
+        command = [*within, sys.executable, "-m", "kvserver", "--no-metrics", *arguments]
         started: dict[str, Any] = {}
         if max_descriptors is not None:
             limit = (max_descriptors, max_descriptors)
@@ -221,6 +223,8 @@ def assert_empty(client: Client) -> None:
         stats.num_event_subscribers,
         stats.blocks.live,
         stats.blocks.quarantined,
+        stats.blocks.pinned,
+        stats.blocks.in_transfer,
     )
-    assert left == (0,) * 7, stats
+    assert left == (0,) * 9, stats
     assert client.audit().violations == ()

@@ -28,7 +28,7 @@ from kvcore.depot import Depot
 from kvcore.spec import DepotConfig, FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvdepot.v1 import cache_pb2 as pb
 from kvserver import cache
-from kvserver.node import Node, SessionPolicy
+from kvserver.node import Node, SessionPolicy, TransferPolicy
 from kvserver.publisher import Publisher
 from kvserver.rpc import Rpcs
 from model import Divergence, Model
@@ -325,7 +325,12 @@ def make_node(**options: Any) -> Node:
         reset_deadline_seconds=RESET_SECONDS,
         worker_heartbeat_seconds=1.0,
     )
-    return Node(depot, None, publisher, policy)
+    transfer_policy = TransferPolicy(
+        lease_ttl_seconds=LEASE_SECONDS,
+        lease_ttl_seconds_max=LEASE_SECONDS,
+        import_seconds_max=LEASE_SECONDS,
+    )
+    return Node(depot, None, publisher, policy, transfer_policy)
 
 
 def handlers_of(node: Node) -> dict[str, Any]:

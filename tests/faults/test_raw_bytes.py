@@ -26,7 +26,8 @@ METHODS: dict[str, MethodDescriptor] = {
     for module in (admin_pb2, cache_pb2, event_pb2, transfer_pb2)
     for service in module.DESCRIPTOR.services_by_name.values()
     for method in service.methods
-    if method.name != "Drain"  # any bytes at all are a request to stop
+    # Any bytes at all are a request to stop; and one that another process serves, elsewhere.
+    if method.name not in ("Drain", "PullBlocks")
 }
 
 

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from kvclient import Client
-from kvclient.events import BlockStored
+from kvclient.errors import FailedPrecondition
 from kvclient.pool import map_pool
-from kvclient.values import BlockStatus, Content, SlotRequest
+from kvclient.values import Content, SlotRequest
 
 torch = pytest.importorskip("torch")
 
@@ -76,12 +76,6 @@ def _serving(*flags: str, log: Path) -> Iterator[str]:
     assert process.returncode == 0, log.read_text()
 
 
-def _stored_hashes(client: Client) -> list[bytes]:
-    with client.stream_events(snapshot=True) as events:
-        stored = [event for event in next(events).events if isinstance(event, BlockStored)]
-    return [block_hash for event in stored for block_hash in event.block_hashes]
-
-
 WRITE = """
 import sys
 import torch
@@ -105,10 +99,6 @@ def _write_elsewhere(target: str, rank: int, block_id: int) -> None:
     )
 
 
-def _bfloat16(value: int, count: int) -> bytes:
-    return bytes(torch.full((count,), value, dtype=torch.bfloat16).view(torch.uint8).tolist())
-
-
 @pytest.mark.parametrize("layout", ["block", "layer"])
 @pytest.mark.parametrize(
     "num_ranks",
@@ -119,7 +109,7 @@ def _bfloat16(value: int, count: int) -> bytes:
         ),
     ],
 )
-def test_another_process_writes_and_the_server_reads(
+def test_another_process_writes_and_peers_are_refused(
     tmp_path: Path, layout: str, num_ranks: int
 ) -> None:
     device = "cuda:" + ",".join(map(str, range(num_ranks)))
@@ -147,14 +137,10 @@ def test_another_process_writes_and_the_server_reads(
                     assert bool((view[block_id] == 10 * rank + number + 1).all())
                     assert not view[block_id - 1].any()
                 del view
-        # ... and so does the server, rank by rank and layer by layer.
-        (block,) = client.pull_blocks(_stored_hashes(client), checksums=True)
-        assert block.status is BlockStatus.READY
-        assert block.data == b"".join(
-            _bfloat16(10 * rank + number + 1, 2 * 4 * 16)
-            for rank in range(num_ranks)
-            for number in (0, 1)
-        )
+        # ... and peers are told that they cannot.
+        with pytest.raises(FailedPrecondition) as caught:
+            list(client.pull_blocks([bytes(32)]))
+        assert caught.value.reason == "NO_DATA_PLANE"
     assert f"bytes on each of {device[:6]}" in log.read_text()
 
 

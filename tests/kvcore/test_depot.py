@@ -18,6 +18,7 @@ from kvcore.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvcore.hashing import ExtraKeys
 from kvcore.operation import Content, FreeMode, Outcome, SlotRequest, SlotResult
 from kvcore.session import Session
+from kvcore.transfer import GroupHashes
 
 PROMPT = range(100, 113)  # three full blocks of 4, and one token
 
@@ -127,7 +128,8 @@ def test_duplicate_content_is_told_once() -> None:
     assert len(depot.take_truth_events()) == 3
     depot.pool.evict_blocks([1, 2, 3])
     assert depot.take_truth_events() == []
-    assert depot.locate(session.requests["a"].block_hashes[0], 0) == ("ready", 5)
+    first = GroupHashes(0, session.requests["a"].block_hashes[:1])
+    assert depot.transfers.open_hashes("", [first]).groups[0].block_ids == [5]
     depot.pool.evict_blocks([5])
     (removed,) = depot.take_truth_events()
     assert isinstance(removed, BlockRemoved)

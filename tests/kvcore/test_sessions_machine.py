@@ -87,7 +87,7 @@ class Sessions(RuleBasedStateMachine):
         name=st.sampled_from("abc"),
         prompt=st.sampled_from([(0, 5), (0, 9), (0, 4), (7, 12)]),
         chunk=st.integers(1, 9),
-        external=st.booleans(),
+        external=st.sampled_from([0, 0, 2, 4]),
         lora_name=st.sampled_from([None, None, "A"]),
     )
     def admit(
@@ -96,7 +96,7 @@ class Sessions(RuleBasedStateMachine):
         name: str,
         prompt: tuple[int, int],
         chunk: int,
-        external: bool,
+        external: int,
         lora_name: str | None,
     ) -> None:
         session = self.sessions[who]
@@ -117,8 +117,8 @@ class Sessions(RuleBasedStateMachine):
                 lookup=not external,
                 max_new_tokens=chunk,
                 num_new_tokens=0 if external else None,
-                num_external_computed_tokens=2 if external else 0,
-                delay_cache_blocks=external,
+                num_external_computed_tokens=external,
+                delay_cache_blocks=external > 0,
             ),
         )
         request = session.requests[name]

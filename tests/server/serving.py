@@ -17,16 +17,20 @@ import pytest
 import uvloop
 from google.rpc.status_pb2 import Status
 
+from fake_data_plane import FakeDataPlane
+from kvcore.memory import PoolMemory
 from kvdepot.v1 import (
     admin_pb2,
     admin_pb2_grpc,
     cache_pb2,
     cache_pb2_grpc,
+    event_pb2,
     event_pb2_grpc,
     transfer_pb2_grpc,
     types_pb2,
 )
 from kvserver.config import ServerConfig
+from kvserver.data_plane import DataPlane
 from kvserver.deadlines import Clock
 from kvserver.serve import Server
 
@@ -34,6 +38,7 @@ Answer = TypeVar("Answer")
 
 TIMEOUT_SECONDS = 20.0
 BLOCK_SIZE = 4
+BLOCK_BYTES = 128 * BLOCK_SIZE
 
 
 def tokens(*ids: int) -> bytes:
@@ -202,6 +207,13 @@ class Served:
         """A new session."""
         return Scheduler(self.cache, name)
 
+    @property
+    def data_plane(self) -> FakeDataPlane:
+        """What moves its bytes."""
+        data_plane = self.server.node.data_plane
+        assert isinstance(data_plane, FakeDataPlane)
+        return data_plane
+
     def stats(self) -> Any:
         """GetStats."""
         return self.admin.GetStats(admin_pb2.GetStatsRequest(), timeout=TIMEOUT_SECONDS)
@@ -212,8 +224,22 @@ class Served:
         assert list(audit.violations) == []
         stats = self.stats()
         states = stats.blocks
-        total = states.live + states.cached + states.quarantined + states.free
+        total = sum(getattr(states, field.name) for field in states.DESCRIPTOR.fields)
         assert total == stats.num_blocks - 1
+
+
+def ready_hashes(served: Served) -> list[bytes]:
+    """The index, by snapshot."""
+    stream = served.event.StreamEvents(
+        event_pb2.StreamEventsRequest(snapshot=True), timeout=TIMEOUT_SECONDS
+    )
+    found: list[bytes] = []
+    for batch in stream:
+        found += [h for event in batch.events for h in event.block_stored.block_hashes]
+        if batch.snapshot_end:
+            break
+    stream.cancel()
+    return found
 
 
 Serve = Callable[..., Served]
@@ -223,12 +249,18 @@ Serve = Callable[..., Served]
 def serving(directory: Path) -> Iterator[Serve]:
     """Starts servers; keywords are ServerConfig's. All stop at the end.
 
-    With ``clock`` the leases of a server run by it.
+    With ``clock`` the leases of a server run by it. What moves its bytes is no process of
+    its own, unless ``make_data_plane`` makes one.
     """
     running: list[Served] = []
     loop = event_loop_thread()
 
-    def start(*, clock: Clock | None = None, **options: Any) -> Served:
+    def start(
+        *,
+        clock: Clock | None = None,
+        make_data_plane: Callable[[ServerConfig, PoolMemory], DataPlane] = FakeDataPlane,
+        **options: Any,
+    ) -> Served:
         defaults: dict[str, Any] = {
             "listen": "127.0.0.1:0",
             "no_metrics": True,
@@ -238,7 +270,7 @@ def serving(directory: Path) -> Iterator[Serve]:
             "drain_grace_seconds": 0.0,
         }
         config = ServerConfig(**(defaults | options))
-        server = loop.call(lambda: Server(config, clock=clock))
+        server = loop.call(lambda: Server(config, clock=clock, make_data_plane=make_data_plane))
         loop.run(server.start())
         channel = grpc.insecure_channel(
             f"127.0.0.1:{server.port}",

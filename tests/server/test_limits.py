@@ -100,11 +100,10 @@ def step_of(*runs: int, **columns: Any) -> Act:
 THREE = cache_pb2.FreeColumns(handles=int32s(1, 2, 3))
 
 
-def too_large_a_pull(served: Served, _: Scheduler) -> None:
+def too_large_a_transfer(served: Served, _: Scheduler) -> None:
     hashes = [bytes([number]) * 32 for number in range(3)]
-    list(
-        served.transfer.PullBlocks(transfer_pb2.PullBlocksRequest(block_hashes=hashes), timeout=20)
-    )
+    groups = [transfer_pb2.GroupHashes(block_hashes=hashes)]
+    served.transfer.OpenTransfer(transfer_pb2.OpenTransferRequest(groups=groups), timeout=20)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +116,9 @@ def too_large_a_pull(served: Served, _: Scheduler) -> None:
             "STEP_TOO_LARGE",
             id="a step of many runs",
         ),
-        pytest.param("max_pull_blocks", too_large_a_pull, "TOO_MANY_BLOCKS", id="a pull"),
+        pytest.param(
+            "max_transfer_blocks", too_large_a_transfer, "TOO_MANY_BLOCKS", id="a transfer"
+        ),
     ],
 )
 def test_a_call_that_is_too_large(serve: Serve, option: str, call: Act, reason: str) -> None:
@@ -296,7 +297,6 @@ def test_help_tells_every_limit(capsys: pytest.CaptureFixture[str]) -> None:
         ("--max-concurrent-streams", "16384"),
         ("--max-step-operations", "65536"),
         ("--max-step-blocks", "1048576"),
-        ("--max-pull-blocks", "65536"),
         ("--max-message-bytes", "67108864"),
         ("--reply-window", "64"),
         ("--reply-window-bytes", "16777216"),

@@ -38,17 +38,10 @@ def make(**options: Any) -> Publisher:
 
 def stored(number: int) -> StoredBlocks:
     run = StoredRun(
+        ContentKind(2, 0, "full_attention", None, "CPU"),
         parent_hash=None,
         hashes=[number.to_bytes(32, "big")],
         tokens=b"\1\0\0\0" * 2,
-        block_size=2,
-        extra_keys=None,
-        lora_id=None,
-        lora_name=None,
-        group=0,
-        spec_kind="full_attention",
-        sliding_window=None,
-        medium="CPU",
     )
     return StoredBlocks(run, 0, 1)
 
@@ -152,17 +145,11 @@ def test_entries_of_the_feed_are_sent_as_their_events(num_tokens: int) -> None:
 )
 def test_a_batch_is_about_as_large_as_it_counts(keys: tuple[Any, ...] | None) -> None:
     run = StoredRun(
+        ContentKind(16, 0, "full_attention", None, "CPU"),
         parent_hash=b"p" * 32,
         hashes=[bytes([number]) * 32 for number in range(32)],
         tokens=bytes(64 * 32),
-        block_size=16,
         extra_keys=None if keys is None else [keys] * 32,
-        lora_id=None,
-        lora_name=None,
-        group=0,
-        spec_kind="full_attention",
-        sliding_window=None,
-        medium="CPU",
     )
 
     async def story() -> None:

@@ -1,108 +1,69 @@
-"""PullBlocks: every hash answered, every byte right."""
+"""Transfers over the wire: what is pinned, for how long, and whether what was read counts."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import time
-import zlib
-from pathlib import Path
+import struct
+from functools import partial
 from typing import Any
 
 import grpc
 import pytest
 
-from kvdepot.v1 import event_pb2, transfer_pb2
-from serving import BLOCK_SIZE, Serve, Served, refused, tokens
+from kvdepot.v1 import admin_pb2, cache_pb2, transfer_pb2
+from manual_clock import ManualClock
+from serving import (
+    BLOCK_BYTES,
+    TIMEOUT_SECONDS,
+    Scheduler,
+    Serve,
+    Served,
+    ready_hashes,
+    refused,
+    tokens,
+)
 
 PROMPT = tokens(*range(1, 11))
-BLOCK_BYTES = BLOCK_SIZE * 128
+READY, PENDING, MISSING = (
+    transfer_pb2.BLOCK_STATUS_READY,
+    transfer_pb2.BLOCK_STATUS_PENDING,
+    transfer_pb2.BLOCK_STATUS_MISSING,
+)
+NOT_FOUND = grpc.StatusCode.NOT_FOUND
+FAILED_PRECONDITION = grpc.StatusCode.FAILED_PRECONDITION
 
 
-def pull(served: Served, hashes: list[bytes], **request: Any) -> list[Any]:
-    """All messages of one call."""
-    return list(
-        served.transfer.PullBlocks(
-            transfer_pb2.PullBlocksRequest(block_hashes=hashes, **request), timeout=20
-        )
+def cached(served: Served, new: bytes = PROMPT) -> tuple[Scheduler, list[bytes]]:
+    """A session whose request is confirmed and freed; the hashes that are here."""
+    scheduler = served.open()
+    scheduler.admit("a", new)
+    scheduler.cache("a", len(new) // 4)
+    scheduler.free("a")
+    return scheduler, ready_hashes(served)
+
+
+def open_transfer(served: Served, hashes: list[bytes] | None = None, **request: Any) -> Any:
+    """OpenTransfer, of hashes of the first group unless ``request`` says what."""
+    groups = None if hashes is None else [transfer_pb2.GroupHashes(block_hashes=hashes)]
+    return served.transfer.OpenTransfer(
+        transfer_pb2.OpenTransferRequest(groups=groups, **request), timeout=TIMEOUT_SECONDS
     )
 
 
-def ready_hashes(served: Served) -> list[bytes]:
-    """The index, by snapshot."""
-    stream = served.event.StreamEvents(event_pb2.StreamEventsRequest(snapshot=True), timeout=20)
-    found: list[bytes] = []
-    for batch in stream:
-        found += [h for event in batch.events for h in event.block_stored.block_hashes]
-        if batch.snapshot_end:
-            break
-    stream.cancel()
-    return found
-
-
-@pytest.mark.parametrize("layout", ["block", "layer"])
-def test_bytes_written_through_the_mapping_are_pulled(serve: Serve, layout: str) -> None:
-    served = serve(layout=layout)
-    scheduler = served.open()
-    slots = scheduler.admit("a", PROMPT)
-    pool = scheduler.opened.pool
-    page = pool.groups[0].spec.page_size_bytes
-    block_ids = list(slots.new_blocks[0].ids)[:2]
-    with Path(pool.mappings[0].file.path).open("r+b") as mapping:
-        for block_id in block_ids:
-            for number, layer in enumerate(pool.layers):
-                mapping.seek(layer.offset_bytes + block_id * layer.block_stride_bytes)
-                mapping.write(bytes([block_id * 16 + number]) * page)
-    scheduler.cache("a", 10)
-
-    hashes = ready_hashes(served)
-    (message,) = pull(
-        served,
-        [hashes[0], b"?" * 32, hashes[1]],
-        fingerprint=pool.fingerprint,
-        checksums=True,
+def renew(served: Served, transfer_id: str) -> Any:
+    return served.transfer.RenewTransfer(
+        transfer_pb2.RenewTransferRequest(transfer_id=transfer_id), timeout=TIMEOUT_SECONDS
     )
-    assert message.first_index == 0
-    assert list(message.statuses) == [
-        transfer_pb2.BLOCK_STATUS_READY,
-        transfer_pb2.BLOCK_STATUS_MISSING,
-        transfer_pb2.BLOCK_STATUS_READY,
-    ]
-    expected = [
-        b"".join(bytes([block_id * 16 + number]) * page for number in range(len(pool.layers)))
-        for block_id in block_ids
-    ]
-    assert message.data == b"".join(expected)
-    assert list(message.checksums) == [zlib.crc32(block) for block in expected]
-    assert served.stats().pulled_bytes == 2 * BLOCK_BYTES
 
 
-def test_a_block_not_yet_written_is_pending(served: Served) -> None:
-    scheduler = served.open()
-    scheduler.admit("known", PROMPT)
-    scheduler.free("known")
-    scheduler.free("known")
-    hashes = ready_hashes(served)
-    scheduler.reset()
-    scheduler.admit("again", PROMPT, step=9, completed_step=8)
-    (message,) = pull(served, hashes)
-    assert set(message.statuses) == {transfer_pb2.BLOCK_STATUS_PENDING}
-    assert message.data == b""
+def close(served: Served, transfer_id: str) -> Any:
+    return served.transfer.CloseTransfer(
+        transfer_pb2.CloseTransferRequest(transfer_id=transfer_id), timeout=TIMEOUT_SECONDS
+    )
 
 
-def test_messages_are_cut_at_one_mebibyte(serve: Serve) -> None:
-    served = serve(num_blocks=4097, block_size=16, max_model_len=1 << 20)
-    scheduler = served.open()
-    scheduler.admit("long", tokens(*range(16 * 1200 + 1)))
-    scheduler.free("long")
-    hashes = ready_hashes(served)
-    assert len(hashes) == 1200
-    messages = pull(served, hashes)
-    assert [len(message.data) for message in messages] == [1 << 20, 1 << 20, 176 * 2048]
-    assert [message.first_index for message in messages] == [0, 512, 1024]
-    assert sum(len(message.statuses) for message in messages) == 1200
-    assert not messages[0].checksums
+def num_pinned(served: Served) -> int:
+    served.assert_clean()
+    return int(served.stats().blocks.pinned)
 
 
 def test_the_pool_is_described(served: Served) -> None:
@@ -112,32 +73,230 @@ def test_the_pool_is_described(served: Served) -> None:
     assert described.epoch == opened.epoch
 
 
+def test_hashes_are_answered_and_the_ready_ones_pinned(served: Served) -> None:
+    scheduler, hashes = cached(served)
+    # Registered in a step that has not completed.
+    scheduler.admit("b", tokens(*range(50, 60)), step=9, completed_step=8)
+    pending = served.server.node.depot.sessions[scheduler.opened.session_id].requests["b"]
+    wanted = [hashes[0], b"?" * 32, pending.block_hashes[0], hashes[1]]
+    opened = open_transfer(served, wanted, name="peer", contents=True)
+    assert opened.epoch == scheduler.opened.epoch
+    assert opened.lease_ttl_seconds == 30.0
+    (group,) = opened.groups
+    assert list(group.statuses) == [READY, MISSING, PENDING, READY]
+    assert struct.unpack("<4I", group.block_ids) == (1, 0, 0, 2)
+    assert not group.block_hashes
+    stored = [content.stored for content in group.contents]
+    assert [list(block.block_hashes) for block in stored] == [[hashes[0]], [hashes[1]]]
+    assert [block.token_ids for block in stored] == [PROMPT[:16], PROMPT[16:32]]
+    assert stored[1].parent_block_hash == hashes[0]
+    assert not any(content.HasField("cache_salt") for content in group.contents)
+    assert opened.reach == served.data_plane.reach()
+    assert served.data_plane.opened == {opened.transfer_id: {0: [1, 0, 0, 2]}}
+    assert num_pinned(served) == 2
+    assert close(served, opened.transfer_id).epoch == opened.epoch
+    assert served.data_plane.opened == {}
+    assert num_pinned(served) == 0
+
+
+def test_a_request_is_read_while_it_and_its_session_end(served: Served) -> None:
+    scheduler = served.open()
+    scheduler.admit("a", PROMPT)
+    scheduler.cache("a", 10)
+    named = transfer_pb2.SessionRequest(
+        session_id=scheduler.opened.session_id, epoch=scheduler.opened.epoch, request_id="a"
+    )
+    opened = open_transfer(served, request=named)
+    (group,) = opened.groups
+    assert list(group.statuses) == [READY, READY]
+    assert list(group.block_hashes) == ready_hashes(served)
+    scheduler.free("a")
+    assert num_pinned(served) == 2
+    scheduler.close()
+    assert num_pinned(served) == 2
+    close(served, opened.transfer_id)
+    assert num_pinned(served) == 0
+    assert served.stats().blocks.cached == 2
+
+
+def test_salt_and_lora_are_told(served: Served) -> None:
+    scheduler = served.open()
+    extra = {"lora_name": "A", "cache_salt": "s"}
+    slots = {"content": cache_pb2.RequestContent(tokens=PROMPT, extra_keys=extra)}
+    scheduler.allocate("a", num_new_tokens=10, **slots)
+    scheduler.cache("a", 10)
+    opened = open_transfer(served, ready_hashes(served), contents=True)
+    for position, content in enumerate(opened.groups[0].contents):
+        assert content.cache_salt == "s"
+        assert content.stored.lora_name == "A"
+        keys = [key.text for key in content.stored.extra_keys[0].keys]
+        assert keys == (["A", "s"] if position == 0 else ["A"])
+
+
+def test_a_lease_runs_out_while_the_peer_reads(serve: Serve) -> None:
+    clock = ManualClock()
+    served = serve(clock=clock)
+    _, hashes = cached(served)
+    opened = open_transfer(served, hashes, lease_ttl_seconds=5.0)
+    served.loop.call(lambda: clock.advance(4.0))
+    assert renew(served, opened.transfer_id).lease_ttl_seconds == 5.0
+    served.loop.call(lambda: clock.advance(4.0))
+    assert num_pinned(served) == 2
+    served.loop.call(lambda: clock.advance(1.5))
+    assert num_pinned(served) == 0
+    assert served.data_plane.opened == {}
+    for call in (renew, close, close):
+        error = refused(partial(call, served, opened.transfer_id), NOT_FOUND)
+        assert error.reason == "TRANSFER_EXPIRED"
+    assert served.server.node.transfers.num_ended["expired"] == 1
+
+
+def test_close_twice_answers_the_same_twice(served: Served) -> None:
+    _, hashes = cached(served)
+    opened = open_transfer(served, hashes)
+    assert close(served, opened.transfer_id) == close(served, opened.transfer_id)
+    assert refused(lambda: renew(served, opened.transfer_id), NOT_FOUND).reason == (
+        "UNKNOWN_TRANSFER"
+    )
+    assert refused(lambda: close(served, "?"), NOT_FOUND).reason == "UNKNOWN_TRANSFER"
+
+
+def test_what_is_reset_meanwhile_does_not_count(served: Served) -> None:
+    scheduler, hashes = cached(served)
+    opened = open_transfer(served, hashes, name="decode-0")
+    error = refused(scheduler.reset, FAILED_PRECONDITION)
+    assert error.reason == "BLOCKS_IN_USE"
+    audit = served.admin.Audit(admin_pb2.AuditRequest(), timeout=TIMEOUT_SECONDS)
+    (holder,) = audit.holders
+    assert (holder.transfer, holder.session_name, holder.num_blocks) == (
+        *(opened.transfer_id[:8], "decode-0"),
+        2,
+    )
+    served.cache.ResetPrefixCache(
+        cache_pb2.ResetPrefixCacheRequest(
+            context=scheduler.context(), mode=cache_pb2.RESET_MODE_FORCE
+        ),
+        timeout=TIMEOUT_SECONDS,
+    )
+    assert num_pinned(served) == 2
+    for call in (renew, close, close):
+        error = refused(partial(call, served, opened.transfer_id), FAILED_PRECONDITION)
+        assert error.reason == "CONTENT_DROPPED"
+    assert num_pinned(served) == 0
+
+
+def test_a_reset_that_waits_for_a_transfer_is_done_by_its_close(served: Served) -> None:
+    scheduler, hashes = cached(served)
+    opened = open_transfer(served, hashes)
+
+    def drain(drain_id: int = 0) -> Any:
+        return served.cache.ResetPrefixCache(
+            cache_pb2.ResetPrefixCacheRequest(
+                context=scheduler.context(),
+                mode=cache_pb2.RESET_MODE_DRAIN,
+                drain_id=drain_id,
+            ),
+            timeout=TIMEOUT_SECONDS,
+        )
+
+    pending = drain()
+    assert not pending.done
+    assert [holder.transfer for holder in pending.holders] == [opened.transfer_id[:8]]
+    close(served, opened.transfer_id)
+    assert drain(pending.drain_id).done
+    assert ready_hashes(served) == []
+
+
+def test_operators_see_transfers_but_not_their_ids(served: Served) -> None:
+    _, hashes = cached(served)
+    opened = open_transfer(served, hashes, name="decode-0", lease_ttl_seconds=60.0)
+    listed = served.admin.ListTransfers(admin_pb2.ListTransfersRequest(), timeout=TIMEOUT_SECONDS)
+    (info,) = listed.transfers
+    assert info.transfer == opened.transfer_id[:8]
+    assert info.name == "decode-0"
+    assert info.direction == admin_pb2.TRANSFER_DIRECTION_OUT
+    assert 50.0 < info.lease_remaining_seconds <= 60.0
+    assert (info.num_blocks, info.num_bytes) == (2, 2 * BLOCK_BYTES)
+    assert served.stats().num_transfers == 1
+    assert opened.transfer_id not in str(listed)
+
+
 @pytest.mark.parametrize(
-    ("request_fields", "options", "code", "field"),
+    ("request_fields", "options", "code", "reason", "field"),
     [
         pytest.param(
             {"fingerprint": "other"},
             {},
-            grpc.StatusCode.FAILED_PRECONDITION,
+            FAILED_PRECONDITION,
+            "FINGERPRINT_MISMATCH",
             "fingerprint",
             id="another pool's",
         ),
-        pytest.param({"group": 1}, {}, grpc.StatusCode.INVALID_ARGUMENT, "group", id="group"),
         pytest.param(
-            {"block_hashes": [b"h" * 32, b"short"]},
+            {"groups": [transfer_pb2.GroupHashes(group=1)]},
             {},
             grpc.StatusCode.INVALID_ARGUMENT,
-            "block_hashes[1]",
+            "INVALID_ARGUMENT",
+            "groups[0].group",
+            id="group",
+        ),
+        pytest.param(
+            {"groups": [transfer_pb2.GroupHashes(block_hashes=[b"h" * 32, b"short"])]},
+            {},
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "INVALID_ARGUMENT",
+            "groups[0].block_hashes[1]",
             id="short hash",
         ),
         pytest.param(
-            {"block_hashes": [b""]},
-            {"hash_scheme": "xxhash_cbor"},
+            {"groups": []},
+            {},
             grpc.StatusCode.INVALID_ARGUMENT,
-            "block_hashes[0]",
-            id="empty hash",
+            "INVALID_ARGUMENT",
+            "groups",
+            id="nothing named",
         ),
-        pytest.param({}, {"no_memory": True}, grpc.StatusCode.FAILED_PRECONDITION, "", id="none"),
+        pytest.param(
+            {"request": transfer_pb2.SessionRequest()},
+            {},
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "INVALID_ARGUMENT",
+            "groups",
+            id="both named",
+        ),
+        pytest.param(
+            {"groups": [], "request": transfer_pb2.SessionRequest(session_id="?")},
+            {},
+            NOT_FOUND,
+            "UNKNOWN_SESSION",
+            "request.session_id",
+            id="no such session",
+        ),
+        pytest.param(
+            {"lease_ttl_seconds": 601.0},
+            {},
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "INVALID_ARGUMENT",
+            "lease_ttl_seconds",
+            id="long lease",
+        ),
+        pytest.param(
+            {"name": "n" * 1025},
+            {},
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "INVALID_ARGUMENT",
+            "name",
+            id="long name",
+        ),
+        pytest.param(
+            {"groups": [transfer_pb2.GroupHashes(block_hashes=[b"h" * 32] * 3)]},
+            {"max_transfer_blocks": 2},
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            "TOO_MANY_BLOCKS",
+            "groups",
+            id="many blocks",
+        ),
+        pytest.param({}, {"no_memory": True}, FAILED_PRECONDITION, "NO_MEMORY", "", id="no bytes"),
     ],
 )
 def test_refused(
@@ -145,86 +304,50 @@ def test_refused(
     request_fields: dict[str, Any],
     options: dict[str, Any],
     code: grpc.StatusCode,
+    reason: str,
     field: str,
 ) -> None:
     served = serve(**options)
-    request = transfer_pb2.PullBlocksRequest(**request_fields)
-    detail = refused(lambda: list(served.transfer.PullBlocks(request, timeout=20)), code)
-    assert detail.field == field
-
-
-def test_no_hashes_are_no_messages(served: Served) -> None:
-    assert pull(served, []) == []
-
-
-# Of this model the same block, asked for again and again, is more than anybody buffers.
-LARGE = {"model": "qwen2-0.5b"}
-
-
-def large_request(served: Served) -> transfer_pb2.PullBlocksRequest:
-    scheduler = served.open()
-    scheduler.admit("a", PROMPT)
-    scheduler.cache("a", 10)
-    return transfer_pb2.PullBlocksRequest(block_hashes=ready_hashes(served)[:1] * 2000)
-
-
-def test_a_peer_that_reads_nothing_is_cut_off(serve: Serve) -> None:
-    served = serve(**LARGE, max_pulls=1, pull_stall_seconds=0.5)
-    request = large_request(served)
-    slow = served.transfer.PullBlocks(request, timeout=30)
-    slow.initial_metadata()
-    detail = refused(
-        lambda: list(served.transfer.PullBlocks(request, timeout=20)),
-        grpc.StatusCode.RESOURCE_EXHAUSTED,
+    request = transfer_pb2.OpenTransferRequest(
+        **{"groups": [transfer_pb2.GroupHashes()]} | request_fields
     )
-    assert detail.reason == "TOO_MANY_PULLS" and detail.retryable
-    time.sleep(1.0)
-    # Its place is another's now, though it has not heard that yet.
-    few = transfer_pb2.PullBlocksRequest(block_hashes=request.block_hashes[:1])
-    assert len(list(served.transfer.PullBlocks(few, timeout=20))) == 1
-    assert refused(lambda: list(slow), grpc.StatusCode.RESOURCE_EXHAUSTED).reason == "STALLED"
-    served.assert_clean()
+    detail = refused(lambda: served.transfer.OpenTransfer(request, timeout=TIMEOUT_SECONDS), code)
+    assert (detail.reason, detail.field) == (reason, field)
+    assert num_pinned(served) == 0
 
 
-def test_a_peer_killed_while_it_pulls_is_no_error(
-    serve: Serve, caplog: pytest.LogCaptureFixture
-) -> None:
-    served = serve(**LARGE)
-    code = (
-        "import sys, time, grpc\n"
-        "call = grpc.insecure_channel(sys.argv[1]).unary_stream(sys.argv[2])\n"
-        "stream = call(sys.stdin.buffer.read())\n"
-        "next(stream); print('reading', flush=True); time.sleep(60)"
-    )
-    method = "/kvdepot.v1.KVTransferService/PullBlocks"
-    peer = subprocess.Popen(
-        [sys.executable, "-c", code, served.target, method],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert peer.stdin is not None and peer.stdout is not None
-    with peer.stdin as request, peer.stdout as output:
-        request.write(large_request(served).SerializeToString())
-        request.close()
-        assert output.readline() == b"reading\n"
-        peer.kill()
-        peer.wait(20)
-    counts = served.server._rpcs.count("PullBlocks")
-    deadline = time.monotonic() + 20
-    while not counts.codes and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert counts.codes == {"CANCELLED": 1}
-    assert caplog.messages == []
-    served.assert_clean()
+def test_transfers_are_bounded(serve: Serve) -> None:
+    served = serve(max_transfers=2)
+    _, hashes = cached(served)
+    first = open_transfer(served, hashes)
+    open_transfer(served, hashes)
+    detail = refused(lambda: open_transfer(served, hashes), grpc.StatusCode.RESOURCE_EXHAUSTED)
+    assert detail.reason == "TOO_MANY_TRANSFERS" and detail.retryable
+    close(served, first.transfer_id)
+    open_transfer(served, hashes)
 
 
-def test_a_file_cut_short_is_told_and_the_server_goes_on(served: Served) -> None:
-    scheduler = served.open()
-    scheduler.admit("a", PROMPT)
-    scheduler.cache("a", 10)
-    os.truncate(scheduler.opened.pool.mappings[0].file.path, 100)
-    hashes = ready_hashes(served)
-    detail = refused(lambda: pull(served, hashes), grpc.StatusCode.DATA_LOSS)
-    assert detail.reason == "MAPPING_TRUNCATED"
-    assert scheduler.free("a").known
-    served.assert_clean()
+def test_a_stopping_server_lets_transfers_end_and_opens_none(serve: Serve) -> None:
+    served = serve(drain_grace_seconds=20.0)
+    _, hashes = cached(served)
+    node = served.server.node
+    for session in list(node.depot.sessions.values()):
+        served.loop.call(lambda session=session: node.close_session(session))
+    opened = open_transfer(served, hashes)
+    served.admin.Drain(admin_pb2.DrainRequest(), timeout=TIMEOUT_SECONDS)
+    detail = refused(lambda: open_transfer(served, hashes), grpc.StatusCode.UNAVAILABLE)
+    assert detail.reason == "DRAINING"
+    assert served.loop.call(lambda: node.is_in_use)
+    close(served, opened.transfer_id)
+    assert not served.loop.call(lambda: node.is_in_use)
+
+
+def test_a_server_that_stops_ends_the_transfers_that_are_left(serve: Serve) -> None:
+    served = serve(drain_grace_seconds=0.0)
+    _, hashes = cached(served)
+    open_transfer(served, hashes)
+    data_plane = served.data_plane
+    served.loop.run(served.server.stop())
+    assert data_plane.opened == {}
+    assert not data_plane.is_running
+    assert served.server.node.depot.audit() == []

@@ -5,21 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import grpc
 
-from kvclient import calls, convert
+from kvclient import calls, convert, transfer
 from kvclient.aio.attachment import Attachment
+from kvclient.aio.imports import Import
 from kvclient.aio.keeper import LeaseKeeper
+from kvclient.aio.pulling import BlockStream
 from kvclient.aio.session import Session
 from kvclient.calls import Call, Opening
 from kvclient.channel import BACKOFFS_S, MAX_MESSAGE_BYTES, TIMEOUT_S, Stubs, channel_options
-from kvclient.errors import Unavailable, from_rpc_error, unanswered
+from kvclient.errors import KVDepotError, Unavailable, from_rpc_error, unanswered
 from kvclient.events import EventBatch
-from kvclient.reports import AuditReport, RequestPage, SessionInfo, Stats
-from kvclient.values import PoolDescription, PulledBlock
+from kvclient.imports import TransferPath, call_seconds, hashes_request
+from kvclient.reports import AuditReport, RequestPage, SessionInfo, Stats, TransferInfo
+from kvclient.values import PoolDescription
 
 Result = TypeVar("Result")
 
@@ -74,7 +77,8 @@ class Client:
     ) -> None:
         self.target = target
         self.timeout_s = timeout_s
-        self._stubs = Stubs(grpc.aio.insecure_channel(target, channel_options(max_message_bytes)))
+        options = channel_options(max_message_bytes)
+        self._stubs = Stubs(target, lambda address: grpc.aio.insecure_channel(address, options))
         self._keeper = LeaseKeeper()
 
     async def open_session(
@@ -124,6 +128,10 @@ class Client:
         """
         return await self._invoke(calls.list_requests(session_id, page_size, page_token))
 
+    async def list_transfers(self) -> tuple[TransferInfo, ...]:
+        """What peers read from this server, and what it imports."""
+        return await self._invoke(calls.list_transfers())
+
     async def evict_blocks(self, block_ids: Iterable[int]) -> int:
         """Takes blocks out of the prefix cache; answers how many had content.
 
@@ -143,18 +151,57 @@ class Client:
         checksums: bool = False,
         fingerprint: str = "",
         timeout_s: float | None = None,
-    ) -> Stream[PulledBlock]:
+    ) -> BlockStream:
         """Copies of blocks, one answer a hash, in order; all within ``timeout_s``.
 
-        With ``checksums`` each is verified: DataLoss for one that came damaged. A stream
-        that breaks is not begun again.
+        They are pinned while they are pulled. With ``checksums`` each is verified: DataLoss
+        for one that came damaged. A stream that breaks is not begun again.
         """
-        request = calls.pull_blocks(block_hashes, group, checksums, fingerprint)
-        pull = self._stubs.method("KVTransferService", "PullBlocks")
-        return Stream(
-            pull(request, timeout=self.timeout_s if timeout_s is None else timeout_s),
-            lambda message: convert.pulled_blocks(message, block_hashes),
+        ends_at = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
+        pull = transfer.Pull(block_hashes, group, checksums, ends_at)
+        return BlockStream(self, pull, fingerprint)
+
+    async def open_transfer(
+        self,
+        groups: Mapping[int, Sequence[bytes]],
+        *,
+        fingerprint: str = "",
+        lease_ttl_s: float | None = None,
+        name: str = "",
+    ) -> transfer.Transfer:
+        """Pins the ready blocks among the hashes, by group, so that nobody writes to them."""
+        return await self._invoke(
+            transfer.open_transfer(
+                groups, fingerprint=fingerprint, lease_ttl_s=lease_ttl_s, name=name
+            )
         )
+
+    async def renew_transfer(self, transfer_id: str) -> float:
+        """Begins a transfer's lease anew; answers its seconds. NotFound when it has ended."""
+        return await self._invoke(transfer.renew_transfer(transfer_id))
+
+    async def close_transfer(self, transfer_id: str) -> None:
+        """Unpins. NotFound when the lease had run out: what was read may be something else."""
+        await self._invoke(transfer.close_transfer(transfer_id))
+
+    def import_blocks(
+        self,
+        block_hashes: Mapping[int, Sequence[bytes]] | Sequence[bytes],
+        peer: str,
+        *,
+        paths: Iterable[TransferPath] = (),
+        checksums: bool = False,
+        deadline_s: float | None = None,
+    ) -> Import:
+        """Has the server pull blocks from ``peer`` into its cache, parents before children.
+
+        ``block_hashes`` are by group, or of the first. ``paths``: those allowed, in order;
+        none: all, the best first. Runs at most ``deadline_s`` (default: the server's bound).
+        """
+        request = hashes_request(
+            block_hashes, peer, paths=paths, checksums=checksums, deadline_s=deadline_s
+        )
+        return self._import(request, deadline_s, lambda error: error)
 
     async def stream_events(
         self, from_sequence: int | None = None, *, epoch: str = "", snapshot: bool = False
@@ -176,13 +223,23 @@ class Client:
         """Ends every call and stream. Sessions live on until their leases end: close them first."""
         self._stubs.closed = True
         await self._keeper.close()
-        await self._stubs.channel.close()
+        for channel in self._stubs.channels():
+            await channel.close()
 
     async def __aenter__(self) -> Client:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
+
+    def _import(
+        self,
+        request: Any,
+        deadline_s: float | None,
+        translate: Callable[[KVDepotError], KVDepotError],
+    ) -> Import:
+        method = self._stubs.method("KVTransferService", "ImportBlocks")
+        return Import(method(request, timeout=call_seconds(deadline_s, self.timeout_s)), translate)
 
     async def _open(self, opening: Opening) -> Session:
         asked_at = time.monotonic()

@@ -79,6 +79,8 @@ def _stats_table(stats: Stats) -> Table:
         ("blocks", f"{usable:,} and the null block"),
         ("  live", f"{stats.blocks.live:,}"),
         ("  cached", f"{stats.blocks.cached:,}"),
+        ("  pinned for peers", f"{stats.blocks.pinned:,}"),
+        ("  being imported", f"{stats.blocks.in_transfer:,}"),
         ("  quarantined", f"{stats.blocks.quarantined:,}"),
         ("  free", f"{stats.blocks.free:,}"),
         ("usage", f"{stats.usage:.1%}"),
@@ -93,6 +95,7 @@ def _stats_table(stats: Stats) -> Table:
         ("generation", f"{stats.generation:,}" + (", a reset waits" * stats.reset_pending)),
         ("events", f"{stats.next_event_sequence:,}"),
         ("event subscribers", f"{stats.num_event_subscribers:,}"),
+        ("transfers, imports", f"{stats.num_transfers:,}, {stats.num_imports:,}"),
         ("bytes pulled", f"{stats.pulled_bytes:,}"),
     ):
         table.add_row(name, value)

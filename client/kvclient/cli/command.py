@@ -6,10 +6,12 @@ import click
 
 from kvclient.cli.admin import audit, drain, stat
 from kvclient.cli.empty import evict, reset
+from kvclient.cli.imports import import_
 from kvclient.cli.pull import pull
 from kvclient.cli.replay import demo, replay
 from kvclient.cli.serve import serve
 from kvclient.cli.sessions import requests, sessions
+from kvclient.cli.transfers import transfers
 from kvclient.errors import KVDepotError, Unavailable
 
 
@@ -38,7 +40,7 @@ def main() -> None:
 
 for command in (
     *(serve, replay, demo),
-    *(stat, sessions, requests, audit),
-    *(pull, evict, reset, drain),
+    *(stat, sessions, requests, transfers, audit),
+    *(pull, import_, evict, reset, drain),
 ):
     main.add_command(command)

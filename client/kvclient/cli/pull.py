@@ -43,9 +43,9 @@ def pull(
     counts = dict.fromkeys(BlockStatus, 0)
     num_bytes = 0
     blocks = []
-    named = [_parse(text) for text in hashes]
+    named = [parse_hash(text) for text in hashes]
     with Client(target) as client:
-        wanted = _cached(client, group) if everything else named
+        wanted = cached_hashes(client, group) if everything else named
         with progress(
             SpinnerColumn(), TextColumn("pulling"), MofNCompleteColumn(), TextColumn("blocks")
         ) as bar:
@@ -74,7 +74,7 @@ def pull(
         raise SystemExit(1)
 
 
-def _parse(text: str) -> bytes:
+def parse_hash(text: str) -> bytes:
     try:
         block_hash = bytes.fromhex(text)
     except ValueError:
@@ -88,7 +88,7 @@ def _parse(text: str) -> bytes:
     return block_hash
 
 
-def _cached(client: Client, group: int) -> list[bytes]:
+def cached_hashes(client: Client, group: int) -> list[bytes]:
     """The hashes of a snapshot, parents first."""
     hashes: list[bytes] = []
     with client.stream_events(snapshot=True) as batches:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,6 +17,7 @@ from rich.progress import (
 )
 
 from kvclient.cli.options import json_option, print_json, progress
+from kvclient.cli.pd import pd
 
 if TYPE_CHECKING:
     from kvclient.replay.report import Report
@@ -142,7 +144,7 @@ def replay(
         raise click.UsageError("--num-blocks and --capacity-tokens exclude each other")
     context = click.get_current_context()
     for name in ("model", "block_size", "capacity_tokens", "num_blocks", "layout"):
-        if target is not None and context.get_parameter_source(name) is not _DEFAULT:
+        if target is not None and _is_given(context, name):
             flag = "--" + name.replace("_", "-")
             raise click.UsageError(f"{flag} is for a server of the replay's own; omit --server")
     settings = _settings(
@@ -151,6 +153,7 @@ def replay(
         decode=not no_decode,
         decode_stride=decode_stride or (_WHOLE_BLOCK if one_by_one else 1),
         with_bytes=not no_bytes,
+        pulls_at_end=one_by_one,
         follow=not no_follow,
         **plain,
     )
@@ -173,13 +176,22 @@ def replay(
     _exit(report)
 
 
-@click.command()
+@click.group(invoke_without_command=True)
 @click.option("--requests", "num_requests", default=400, show_default=True, type=click.IntRange(1))
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0))
 @click.option("--model", default="tiny", show_default=True, help="Shape preset of the server.")
 @json_option
-def demo(num_requests: int, seed: int, model: str, as_json: bool) -> None:
-    """Start a server, replay chats on it, tell what happened."""
+@click.pass_context
+def demo(context: click.Context, num_requests: int, seed: int, model: str, as_json: bool) -> None:
+    """Start a server, replay chats on it, tell what happened.
+
+    Or another demonstration, if one is named.
+    """
+    if context.invoked_subcommand is not None:
+        if given := [name for name in context.params if _is_given(context, name)]:
+            flag = given[0].removeprefix("num_")
+            raise click.UsageError(f"put --{flag} behind {context.invoked_subcommand}")
+        return
     settings = _settings(num_requests=num_requests, seed=seed, max_running=32)
     # Small on purpose: the cache must evict, and at times a request must wait.
     report = _run(settings, None, ["--model", model, "--capacity-tokens", "60000"])
@@ -189,6 +201,13 @@ def demo(num_requests: int, seed: int, model: str, as_json: bool) -> None:
         _print(report)
         _explain(report)
     _exit(report)
+
+
+demo.add_command(pd)
+
+
+def _is_given(context: click.Context, name: str) -> bool:
+    return context.get_parameter_source(name) is not _DEFAULT
 
 
 def _settings(**options: Any) -> ReplaySettings:
@@ -207,16 +226,13 @@ def _run(settings: ReplaySettings, target: str | None, server_options: list[str]
     from kvclient.replay.server import own_server
     from kvclient.replay.trace import TraceError
 
-    def on_terminate(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)  # so that everything started is stopped
-
-    previous = signal.signal(signal.SIGTERM, on_terminate)
     try:
         requests = settings.load_trace()
         longest = max(request.input_length + request.output_length for request in requests)
         if target is None:
             server_options += ["--max-model-len", str(max(longest, 131_072))]
         with (
+            stopped_by_sigterm(),
             own_server(server_options) if target is None else nullcontext(target) as address,
             progress(
                 TextColumn("replaying"),
@@ -231,6 +247,18 @@ def _run(settings: ReplaySettings, target: str | None, server_options: list[str]
             return runner.run(requests)
     except (ReplayError, TraceError) as error:
         raise click.ClickException(str(error)) from error
+
+
+@contextmanager
+def stopped_by_sigterm() -> Iterator[None]:
+    """SIGTERM is an exception meanwhile, so that everything started is stopped."""
+
+    def on_terminate(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    previous = signal.signal(signal.SIGTERM, on_terminate)
+    try:
+        yield
     finally:
         signal.signal(signal.SIGTERM, previous)
 

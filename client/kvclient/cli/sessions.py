@@ -83,7 +83,7 @@ def _sessions_table(found: tuple[SessionInfo, ...]) -> Table:
             info.session_id,
             info.name,
             info.state.name.lower(),
-            f"{_span(info.age_seconds)} ago",
+            f"{span(info.age_seconds)} ago",
             _lease(info),
             f"{info.num_requests:,}",
             f"{info.num_tokens:,}",
@@ -131,11 +131,11 @@ _NUMERIC = (*_COUNTS, "prompt", "computed", "preemptions")
 def _lease(info: SessionInfo) -> str:
     if info.state is SessionState.DEPARTED:
         return "over"
-    left, whole = _span(info.lease_remaining_seconds), _span(info.lease_ttl_seconds)
+    left, whole = span(info.lease_remaining_seconds), span(info.lease_ttl_seconds)
     return f"{left} of {whole}"
 
 
-def _span(seconds: float) -> str:
+def span(seconds: float) -> str:
     """A time in plain words, such as 0.4 s, 12 s, 3 min, 5 h."""
     if seconds < 10:
         return f"{seconds:.1f} s"

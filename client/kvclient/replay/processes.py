@@ -121,6 +121,8 @@ def _pull_until(
             if not settings.reopen or stop.wait(REOPEN_PAUSE_SECONDS):
                 raise
     while not stop.wait(_PULL_PAUSE_SECONDS):
+        if settings.pulls_at_end:
+            continue
         try:
             result.failures += puller.pull()
         except AWAY:

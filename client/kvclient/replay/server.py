@@ -1,4 +1,4 @@
-"""A server of the replay's own, in a process beside it."""
+"""Servers of the replay's own, in processes beside it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 
 from kvclient.replay.scheduler import ReplayError
@@ -19,10 +19,17 @@ _ENVIRONMENT_PREFIX = "KVDEPOT_"
 
 @contextmanager
 def own_server(options: Sequence[str]) -> Iterator[str]:
-    """Runs ``kvdepot serve`` with ``options`` on a free port; gives its target.
+    """As own_servers, one; gives its target."""
+    with own_servers(options, 1) as targets:
+        yield targets[0]
 
-    It takes no KVDEPOT_* variable but the mapping directory. ReplayError when there is
-    no server to run or it does not start.
+
+@contextmanager
+def own_servers(options: Sequence[str], count: int) -> Iterator[list[str]]:
+    """Runs ``kvdepot serve`` with ``options`` on free ports; gives the targets.
+
+    They take no KVDEPOT_* variable but the mapping directory. ReplayError when there is
+    no server to run or one does not start.
     """
     if find_spec("kvserver") is None:
         raise ReplayError(
@@ -36,8 +43,19 @@ def own_server(options: Sequence[str]) -> Iterator[str]:
         if not name.startswith(_ENVIRONMENT_PREFIX) or name == kept
     }
     command = [sys.executable, "-m", "kvserver", "--listen", "127.0.0.1:0", "--no-metrics"]
+    command += ["--drain-grace-seconds", "0", *options]
+    with ExitStack() as stack:
+        # All at once: most of a start is waiting.
+        started = [stack.enter_context(_started(command, environment)) for _ in range(count)]
+        yield [_target(process) for process in started]
+
+
+@contextmanager
+def _started(
+    command: Sequence[str], environment: dict[str, str]
+) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(
-        [*command, "--drain-grace-seconds", "0", *options],
+        command,
         stdout=subprocess.PIPE,
         text=True,
         env=environment,
@@ -45,7 +63,7 @@ def own_server(options: Sequence[str]) -> Iterator[str]:
         start_new_session=True,
     ) as process:
         try:
-            yield _target(process)
+            yield process
         finally:
             process.send_signal(signal.SIGTERM)
             try:

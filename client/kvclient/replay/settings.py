@@ -31,6 +31,8 @@ class ReplaySettings:
     """Every so many requests one goes by unary calls instead of Steps; 0: none."""
     with_bytes: bool = True
     """Write and read the pool's bytes, and pull blocks."""
+    pulls_at_end: bool = False
+    """Pull only then: a block that is pulled is used, so that it is evicted later."""
     verify_sample: float = 1.0
     """Share of blocks that is read back."""
     follow: bool = True

@@ -20,6 +20,12 @@ class RequestState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REQUEST_STATE_WAITING: _ClassVar[RequestState]
     REQUEST_STATE_RUNNING: _ClassVar[RequestState]
     REQUEST_STATE_PREEMPTED: _ClassVar[RequestState]
+
+class TransferDirection(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TRANSFER_DIRECTION_UNSPECIFIED: _ClassVar[TransferDirection]
+    TRANSFER_DIRECTION_OUT: _ClassVar[TransferDirection]
+    TRANSFER_DIRECTION_IN: _ClassVar[TransferDirection]
 SESSION_STATE_UNSPECIFIED: SessionState
 SESSION_STATE_OPEN: SessionState
 SESSION_STATE_DEPARTED: SessionState
@@ -27,25 +33,32 @@ REQUEST_STATE_UNSPECIFIED: RequestState
 REQUEST_STATE_WAITING: RequestState
 REQUEST_STATE_RUNNING: RequestState
 REQUEST_STATE_PREEMPTED: RequestState
+TRANSFER_DIRECTION_UNSPECIFIED: TransferDirection
+TRANSFER_DIRECTION_OUT: TransferDirection
+TRANSFER_DIRECTION_IN: TransferDirection
 
 class GetStatsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class BlockStates(_message.Message):
-    __slots__ = ("live", "cached", "quarantined", "free")
+    __slots__ = ("live", "cached", "quarantined", "free", "pinned", "in_transfer")
     LIVE_FIELD_NUMBER: _ClassVar[int]
     CACHED_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     FREE_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    IN_TRANSFER_FIELD_NUMBER: _ClassVar[int]
     live: int
     cached: int
     quarantined: int
     free: int
-    def __init__(self, live: _Optional[int] = ..., cached: _Optional[int] = ..., quarantined: _Optional[int] = ..., free: _Optional[int] = ...) -> None: ...
+    pinned: int
+    in_transfer: int
+    def __init__(self, live: _Optional[int] = ..., cached: _Optional[int] = ..., quarantined: _Optional[int] = ..., free: _Optional[int] = ..., pinned: _Optional[int] = ..., in_transfer: _Optional[int] = ...) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("epoch", "uptime_seconds", "num_blocks", "blocks", "usage", "num_sessions", "num_requests", "prefix_cache_queries", "prefix_cache_hits", "preempted_queries", "preempted_hits", "evictions", "generation", "next_event_sequence", "pulled_bytes", "num_event_subscribers", "num_departed_sessions", "num_workers", "reset_pending")
+    __slots__ = ("epoch", "uptime_seconds", "num_blocks", "blocks", "usage", "num_sessions", "num_requests", "prefix_cache_queries", "prefix_cache_hits", "preempted_queries", "preempted_hits", "evictions", "generation", "next_event_sequence", "pulled_bytes", "num_event_subscribers", "num_departed_sessions", "num_workers", "reset_pending", "num_transfers", "num_imports")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -65,6 +78,8 @@ class GetStatsResponse(_message.Message):
     NUM_DEPARTED_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
     RESET_PENDING_FIELD_NUMBER: _ClassVar[int]
+    NUM_TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_IMPORTS_FIELD_NUMBER: _ClassVar[int]
     epoch: str
     uptime_seconds: float
     num_blocks: int
@@ -84,7 +99,9 @@ class GetStatsResponse(_message.Message):
     num_departed_sessions: int
     num_workers: int
     reset_pending: bool
-    def __init__(self, epoch: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., num_blocks: _Optional[int] = ..., blocks: _Optional[_Union[BlockStates, _Mapping]] = ..., usage: _Optional[float] = ..., num_sessions: _Optional[int] = ..., num_requests: _Optional[int] = ..., prefix_cache_queries: _Optional[int] = ..., prefix_cache_hits: _Optional[int] = ..., preempted_queries: _Optional[int] = ..., preempted_hits: _Optional[int] = ..., evictions: _Optional[int] = ..., generation: _Optional[int] = ..., next_event_sequence: _Optional[int] = ..., pulled_bytes: _Optional[int] = ..., num_event_subscribers: _Optional[int] = ..., num_departed_sessions: _Optional[int] = ..., num_workers: _Optional[int] = ..., reset_pending: bool = ...) -> None: ...
+    num_transfers: int
+    num_imports: int
+    def __init__(self, epoch: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., num_blocks: _Optional[int] = ..., blocks: _Optional[_Union[BlockStates, _Mapping]] = ..., usage: _Optional[float] = ..., num_sessions: _Optional[int] = ..., num_requests: _Optional[int] = ..., prefix_cache_queries: _Optional[int] = ..., prefix_cache_hits: _Optional[int] = ..., preempted_queries: _Optional[int] = ..., preempted_hits: _Optional[int] = ..., evictions: _Optional[int] = ..., generation: _Optional[int] = ..., next_event_sequence: _Optional[int] = ..., pulled_bytes: _Optional[int] = ..., num_event_subscribers: _Optional[int] = ..., num_departed_sessions: _Optional[int] = ..., num_workers: _Optional[int] = ..., reset_pending: bool = ..., num_transfers: _Optional[int] = ..., num_imports: _Optional[int] = ...) -> None: ...
 
 class ListSessionsRequest(_message.Message):
     __slots__ = ()
@@ -175,6 +192,40 @@ class ListRequestsResponse(_message.Message):
     next_page_token: str
     epoch: str
     def __init__(self, requests: _Optional[_Iterable[_Union[RequestInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., epoch: _Optional[str] = ...) -> None: ...
+
+class ListTransfersRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class TransferInfo(_message.Message):
+    __slots__ = ("transfer", "name", "direction", "age_seconds", "lease_remaining_seconds", "num_blocks", "num_bytes", "num_blocks_done", "num_bytes_done")
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DIRECTION_FIELD_NUMBER: _ClassVar[int]
+    AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_REMAINING_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_DONE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_DONE_FIELD_NUMBER: _ClassVar[int]
+    transfer: str
+    name: str
+    direction: TransferDirection
+    age_seconds: float
+    lease_remaining_seconds: float
+    num_blocks: int
+    num_bytes: int
+    num_blocks_done: int
+    num_bytes_done: int
+    def __init__(self, transfer: _Optional[str] = ..., name: _Optional[str] = ..., direction: _Optional[_Union[TransferDirection, str]] = ..., age_seconds: _Optional[float] = ..., lease_remaining_seconds: _Optional[float] = ..., num_blocks: _Optional[int] = ..., num_bytes: _Optional[int] = ..., num_blocks_done: _Optional[int] = ..., num_bytes_done: _Optional[int] = ...) -> None: ...
+
+class ListTransfersResponse(_message.Message):
+    __slots__ = ("transfers", "epoch")
+    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    transfers: _containers.RepeatedCompositeFieldContainer[TransferInfo]
+    epoch: str
+    def __init__(self, transfers: _Optional[_Iterable[_Union[TransferInfo, _Mapping]]] = ..., epoch: _Optional[str] = ...) -> None: ...
 
 class EvictBlocksRequest(_message.Message):
     __slots__ = ("block_ids",)

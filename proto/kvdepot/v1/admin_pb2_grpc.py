@@ -50,6 +50,11 @@ class KVAdminServiceStub(object):
                 request_serializer=kvdepot_dot_v1_dot_admin__pb2.ListRequestsRequest.SerializeToString,
                 response_deserializer=kvdepot_dot_v1_dot_admin__pb2.ListRequestsResponse.FromString,
                 _registered_method=True)
+        self.ListTransfers = channel.unary_unary(
+                '/kvdepot.v1.KVAdminService/ListTransfers',
+                request_serializer=kvdepot_dot_v1_dot_admin__pb2.ListTransfersRequest.SerializeToString,
+                response_deserializer=kvdepot_dot_v1_dot_admin__pb2.ListTransfersResponse.FromString,
+                _registered_method=True)
         self.EvictBlocks = channel.unary_unary(
                 '/kvdepot.v1.KVAdminService/EvictBlocks',
                 request_serializer=kvdepot_dot_v1_dot_admin__pb2.EvictBlocksRequest.SerializeToString,
@@ -86,6 +91,13 @@ class KVAdminServiceServicer(object):
 
     def ListRequests(self, request, context):
         """Page by page, oldest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListTransfers(self, request, context):
+        """What peers read here, and what is imported from peers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -131,6 +143,11 @@ def add_KVAdminServiceServicer_to_server(servicer, server):
                     servicer.ListRequests,
                     request_deserializer=kvdepot_dot_v1_dot_admin__pb2.ListRequestsRequest.FromString,
                     response_serializer=kvdepot_dot_v1_dot_admin__pb2.ListRequestsResponse.SerializeToString,
+            ),
+            'ListTransfers': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListTransfers,
+                    request_deserializer=kvdepot_dot_v1_dot_admin__pb2.ListTransfersRequest.FromString,
+                    response_serializer=kvdepot_dot_v1_dot_admin__pb2.ListTransfersResponse.SerializeToString,
             ),
             'EvictBlocks': grpc.unary_unary_rpc_method_handler(
                     servicer.EvictBlocks,
@@ -230,6 +247,33 @@ class KVAdminService(object):
             '/kvdepot.v1.KVAdminService/ListRequests',
             kvdepot_dot_v1_dot_admin__pb2.ListRequestsRequest.SerializeToString,
             kvdepot_dot_v1_dot_admin__pb2.ListRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListTransfers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvdepot.v1.KVAdminService/ListTransfers',
+            kvdepot_dot_v1_dot_admin__pb2.ListTransfersRequest.SerializeToString,
+            kvdepot_dot_v1_dot_admin__pb2.ListTransfersResponse.FromString,
             options,
             channel_credentials,
             insecure,

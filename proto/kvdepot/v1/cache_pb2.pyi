@@ -337,18 +337,20 @@ class ResetScope(_message.Message):
     def __init__(self, lora_name: _Optional[str] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class BlockHolder(_message.Message):
-    __slots__ = ("session_id", "session_name", "request_id", "ticket", "num_blocks")
+    __slots__ = ("session_id", "session_name", "request_id", "ticket", "num_blocks", "transfer")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_NAME_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     session_name: str
     request_id: str
     ticket: int
     num_blocks: int
-    def __init__(self, session_id: _Optional[str] = ..., session_name: _Optional[str] = ..., request_id: _Optional[str] = ..., ticket: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+    transfer: str
+    def __init__(self, session_id: _Optional[str] = ..., session_name: _Optional[str] = ..., request_id: _Optional[str] = ..., ticket: _Optional[int] = ..., num_blocks: _Optional[int] = ..., transfer: _Optional[str] = ...) -> None: ...
 
 class ResetPrefixCacheRequest(_message.Message):
     __slots__ = ("context", "mode", "scope", "deadline_seconds", "drain_id")

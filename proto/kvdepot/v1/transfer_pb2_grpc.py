@@ -40,15 +40,35 @@ class KVTransferServiceStub(object):
                 request_serializer=kvdepot_dot_v1_dot_transfer__pb2.DescribePoolRequest.SerializeToString,
                 response_deserializer=kvdepot_dot_v1_dot_transfer__pb2.DescribePoolResponse.FromString,
                 _registered_method=True)
+        self.AttachWorker = channel.unary_stream(
+                '/kvdepot.v1.KVTransferService/AttachWorker',
+                request_serializer=kvdepot_dot_v1_dot_transfer__pb2.AttachWorkerRequest.SerializeToString,
+                response_deserializer=kvdepot_dot_v1_dot_transfer__pb2.AttachWorkerResponse.FromString,
+                _registered_method=True)
+        self.OpenTransfer = channel.unary_unary(
+                '/kvdepot.v1.KVTransferService/OpenTransfer',
+                request_serializer=kvdepot_dot_v1_dot_transfer__pb2.OpenTransferRequest.SerializeToString,
+                response_deserializer=kvdepot_dot_v1_dot_transfer__pb2.OpenTransferResponse.FromString,
+                _registered_method=True)
+        self.RenewTransfer = channel.unary_unary(
+                '/kvdepot.v1.KVTransferService/RenewTransfer',
+                request_serializer=kvdepot_dot_v1_dot_transfer__pb2.RenewTransferRequest.SerializeToString,
+                response_deserializer=kvdepot_dot_v1_dot_transfer__pb2.RenewTransferResponse.FromString,
+                _registered_method=True)
         self.PullBlocks = channel.unary_stream(
                 '/kvdepot.v1.KVTransferService/PullBlocks',
                 request_serializer=kvdepot_dot_v1_dot_transfer__pb2.PullBlocksRequest.SerializeToString,
                 response_deserializer=kvdepot_dot_v1_dot_transfer__pb2.PullBlocksResponse.FromString,
                 _registered_method=True)
-        self.AttachWorker = channel.unary_stream(
-                '/kvdepot.v1.KVTransferService/AttachWorker',
-                request_serializer=kvdepot_dot_v1_dot_transfer__pb2.AttachWorkerRequest.SerializeToString,
-                response_deserializer=kvdepot_dot_v1_dot_transfer__pb2.AttachWorkerResponse.FromString,
+        self.CloseTransfer = channel.unary_unary(
+                '/kvdepot.v1.KVTransferService/CloseTransfer',
+                request_serializer=kvdepot_dot_v1_dot_transfer__pb2.CloseTransferRequest.SerializeToString,
+                response_deserializer=kvdepot_dot_v1_dot_transfer__pb2.CloseTransferResponse.FromString,
+                _registered_method=True)
+        self.ImportBlocks = channel.unary_stream(
+                '/kvdepot.v1.KVTransferService/ImportBlocks',
+                request_serializer=kvdepot_dot_v1_dot_transfer__pb2.ImportBlocksRequest.SerializeToString,
+                response_deserializer=kvdepot_dot_v1_dot_transfer__pb2.ImportBlocksResponse.FromString,
                 _registered_method=True)
 
 
@@ -62,17 +82,49 @@ class KVTransferServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def PullBlocks(self, request, context):
-        """Answers every hash, in order.
+    def AttachWorker(self, request, context):
+        """A worker that writes under a session says so, for as long as the stream is open.
+        If the session ends, its blocks are not handed to others until the streams of
+        all its workers have ended, or the server's bound has passed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def AttachWorker(self, request, context):
-        """A worker that writes under a session says so, for as long as the stream is open.
-        If the session ends, its blocks are not handed to others until the streams of
-        all its workers have ended, or the server's bound has passed.
+    def OpenTransfer(self, request, context):
+        """Pins the ready blocks among those asked for, so that nobody writes to them, until
+        CloseTransfer or the end of the transfer's own lease.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RenewTransfer(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PullBlocks(self, request, context):
+        """The bytes of an open transfer's blocks. Served at the data address that OpenTransfer
+        names, by a process of its own, not where schedulers are served.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CloseTransfer(self, request, context):
+        """Unpins. Only if it answers OK are bytes that were read under the transfer, by
+        whichever path, those of its hashes: NOT_FOUND says that the lease had run out,
+        FAILED_PRECONDITION that blocks were reset or evicted meanwhile. Sent again, it
+        answers the same again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ImportBlocks(self, request, context):
+        """Pulls blocks from a peer into this server's pool. Cancelling the call ends the import.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -86,15 +138,35 @@ def add_KVTransferServiceServicer_to_server(servicer, server):
                     request_deserializer=kvdepot_dot_v1_dot_transfer__pb2.DescribePoolRequest.FromString,
                     response_serializer=kvdepot_dot_v1_dot_transfer__pb2.DescribePoolResponse.SerializeToString,
             ),
+            'AttachWorker': grpc.unary_stream_rpc_method_handler(
+                    servicer.AttachWorker,
+                    request_deserializer=kvdepot_dot_v1_dot_transfer__pb2.AttachWorkerRequest.FromString,
+                    response_serializer=kvdepot_dot_v1_dot_transfer__pb2.AttachWorkerResponse.SerializeToString,
+            ),
+            'OpenTransfer': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenTransfer,
+                    request_deserializer=kvdepot_dot_v1_dot_transfer__pb2.OpenTransferRequest.FromString,
+                    response_serializer=kvdepot_dot_v1_dot_transfer__pb2.OpenTransferResponse.SerializeToString,
+            ),
+            'RenewTransfer': grpc.unary_unary_rpc_method_handler(
+                    servicer.RenewTransfer,
+                    request_deserializer=kvdepot_dot_v1_dot_transfer__pb2.RenewTransferRequest.FromString,
+                    response_serializer=kvdepot_dot_v1_dot_transfer__pb2.RenewTransferResponse.SerializeToString,
+            ),
             'PullBlocks': grpc.unary_stream_rpc_method_handler(
                     servicer.PullBlocks,
                     request_deserializer=kvdepot_dot_v1_dot_transfer__pb2.PullBlocksRequest.FromString,
                     response_serializer=kvdepot_dot_v1_dot_transfer__pb2.PullBlocksResponse.SerializeToString,
             ),
-            'AttachWorker': grpc.unary_stream_rpc_method_handler(
-                    servicer.AttachWorker,
-                    request_deserializer=kvdepot_dot_v1_dot_transfer__pb2.AttachWorkerRequest.FromString,
-                    response_serializer=kvdepot_dot_v1_dot_transfer__pb2.AttachWorkerResponse.SerializeToString,
+            'CloseTransfer': grpc.unary_unary_rpc_method_handler(
+                    servicer.CloseTransfer,
+                    request_deserializer=kvdepot_dot_v1_dot_transfer__pb2.CloseTransferRequest.FromString,
+                    response_serializer=kvdepot_dot_v1_dot_transfer__pb2.CloseTransferResponse.SerializeToString,
+            ),
+            'ImportBlocks': grpc.unary_stream_rpc_method_handler(
+                    servicer.ImportBlocks,
+                    request_deserializer=kvdepot_dot_v1_dot_transfer__pb2.ImportBlocksRequest.FromString,
+                    response_serializer=kvdepot_dot_v1_dot_transfer__pb2.ImportBlocksResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -136,6 +208,87 @@ class KVTransferService(object):
             _registered_method=True)
 
     @staticmethod
+    def AttachWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvdepot.v1.KVTransferService/AttachWorker',
+            kvdepot_dot_v1_dot_transfer__pb2.AttachWorkerRequest.SerializeToString,
+            kvdepot_dot_v1_dot_transfer__pb2.AttachWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenTransfer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvdepot.v1.KVTransferService/OpenTransfer',
+            kvdepot_dot_v1_dot_transfer__pb2.OpenTransferRequest.SerializeToString,
+            kvdepot_dot_v1_dot_transfer__pb2.OpenTransferResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RenewTransfer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvdepot.v1.KVTransferService/RenewTransfer',
+            kvdepot_dot_v1_dot_transfer__pb2.RenewTransferRequest.SerializeToString,
+            kvdepot_dot_v1_dot_transfer__pb2.RenewTransferResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def PullBlocks(request,
             target,
             options=(),
@@ -163,7 +316,34 @@ class KVTransferService(object):
             _registered_method=True)
 
     @staticmethod
-    def AttachWorker(request,
+    def CloseTransfer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvdepot.v1.KVTransferService/CloseTransfer',
+            kvdepot_dot_v1_dot_transfer__pb2.CloseTransferRequest.SerializeToString,
+            kvdepot_dot_v1_dot_transfer__pb2.CloseTransferResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ImportBlocks(request,
             target,
             options=(),
             channel_credentials=None,
@@ -176,9 +356,9 @@ class KVTransferService(object):
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/kvdepot.v1.KVTransferService/AttachWorker',
-            kvdepot_dot_v1_dot_transfer__pb2.AttachWorkerRequest.SerializeToString,
-            kvdepot_dot_v1_dot_transfer__pb2.AttachWorkerResponse.FromString,
+            '/kvdepot.v1.KVTransferService/ImportBlocks',
+            kvdepot_dot_v1_dot_transfer__pb2.ImportBlocksRequest.SerializeToString,
+            kvdepot_dot_v1_dot_transfer__pb2.ImportBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

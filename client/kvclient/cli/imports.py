@@ -1,0 +1,91 @@
+"""``kvdepot import``: have a server pull cached blocks from a peer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict
+
+import click
+from rich.progress import MofNCompleteColumn, SpinnerColumn, TextColumn
+
+from kvclient.cli.options import json_option, print_json, progress, server_option
+from kvclient.cli.pull import cached_hashes, parse_hash
+from kvclient.client import Client
+from kvclient.imports import ImportStatus, TransferPath
+
+_PATHS = [path.name.lower() for path in TransferPath if path is not TransferPath.UNKNOWN]
+
+
+@click.command("import")
+@click.argument("hashes", nargs=-1, metavar="[HASH]...")
+@server_option
+@click.option("--from", "peer", required=True, metavar="HOST:PORT", help="The server to pull from.")
+@click.option("--all", "everything", is_flag=True, help="Import every block that the peer caches.")
+@click.option("--group", default=0, show_default=True, help="KV cache group of the hashes.")
+@click.option(
+    "--path",
+    "paths",
+    multiple=True,
+    type=click.Choice(_PATHS),
+    help="Only by this way; several are tried in order.",
+)
+@click.option("--checksums", is_flag=True, help="Verify each block's checksum.")
+@click.option("--deadline", type=click.FloatRange(0, min_open=True), help="End it after SECONDS.")
+@json_option
+def import_(
+    hashes: tuple[str, ...],
+    target: str,
+    peer: str,
+    everything: bool,
+    group: int,
+    paths: tuple[str, ...],
+    checksums: bool,
+    deadline: float | None,
+    as_json: bool,
+) -> None:
+    """Have a server pull cached blocks from a peer.
+
+    They are named by hash (in hex), parents before their children, and go into the server's
+    own cache. With --all of every group. Status 1 if one is not here afterwards.
+    """
+    if bool(hashes) == everything:
+        raise click.UsageError("give the hashes of blocks, or --all")
+    if everything:
+        with Client(peer) as client:
+            groups = range(len(client.describe_pool().groups))
+            wanted = {one: cached_hashes(client, one) for one in groups}
+    else:
+        wanted = {group: [parse_hash(text) for text in hashes]}
+    wanted = {one: found for one, found in wanted.items() if found}
+    if not wanted:
+        raise click.ClickException("the peer caches nothing")
+    with (
+        Client(target) as client,
+        client.import_blocks(
+            wanted,
+            peer,
+            paths=[TransferPath[path.upper()] for path in paths],
+            checksums=checksums,
+            deadline_s=deadline,
+        ) as running,
+        progress(
+            SpinnerColumn(), TextColumn("importing"), MofNCompleteColumn(), TextColumn("blocks")
+        ) as bar,
+    ):
+        task = bar.add_task("", total=sum(map(len, wanted.values())))
+        for so_far in running:
+            bar.update(task, completed=so_far.num_blocks)
+        result = running.result()
+    counts = Counter(status for column in result.statuses.values() for status in column)
+    summary = {status.name.lower(): counts[status] for status in ImportStatus}
+    if as_json:
+        failures = [asdict(one) | {"path": one.path.name.lower()} for one in result.failures]
+        path = result.path.name.lower()
+        print_json({"bytes": result.num_bytes, "path": path, **summary, "failures": failures})
+    else:
+        for failure in result.failures:
+            click.echo(f"{failure.path.name.lower()}: {failure.reason}", err=True)
+        text = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in summary.items())
+        click.echo(f"{text}; {result.num_bytes:,} bytes")
+    if not result.is_complete:
+        raise SystemExit(1)

@@ -1,0 +1,105 @@
+"""One import: what it asks for, which blocks it fills, and how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvcore.block import KVCacheBlock
+from kvcore.request import Request
+
+if TYPE_CHECKING:
+    from kvcore.session import Session
+
+
+class ImportStatus(IntEnum):
+    """How it went with one block. Numbers are the wire's, where 0 is not used.
+
+    PRESENT: it was here already. PENDING, MISSING: at the peer. NO_FIT: no block is free
+    for it. NOT_ATTEMPTED: it is behind one that is not here.
+    """
+
+    RUNNING = 0
+    IMPORTED = 1
+    PRESENT = 2
+    PENDING = 3
+    MISSING = 4
+    FAILED = 5
+    NO_FIT = 6
+    NOT_ATTEMPTED = 7
+
+
+class ImportedContent(NamedTuple):
+    """What a peer says of a block besides its bytes; ``tokens`` are little-endian uint32."""
+
+    parent_hash: bytes | None
+    tokens: bytes
+    extra_keys: tuple[Any, ...] | None = None
+    lora_id: int | None = None
+    lora_name: str | None = None
+    cache_salt: str | None = None
+
+
+class Filled(NamedTuple):
+    """How one block was filled: IMPORTED, PENDING, MISSING or FAILED.
+
+    ``content`` is needed of an imported one, unless the import is for a request.
+    """
+
+    status: ImportStatus
+    content: ImportedContent | None = None
+
+
+@dataclass(slots=True, eq=False)
+class ImportGroup:
+    """Blocks of one group. ``blocks``: those that are filled, and those that were here."""
+
+    group: int
+    hashes: Sequence[bytes]
+    # Of a request: where in its table they are; of hashes: in their list.
+    positions: Sequence[int]
+    statuses: list[ImportStatus]
+    blocks: list[KVCacheBlock | None]
+
+    @property
+    def running(self) -> list[int]:
+        """Which of ``hashes`` are being imported."""
+        return [i for i, status in enumerate(self.statuses) if status is ImportStatus.RUNNING]
+
+    def wanted(self) -> tuple[list[bytes], list[int]]:
+        """The hashes that are being imported, and the ids of their blocks."""
+        blocks = [self.blocks[i] for i in self.running]
+        return (
+            [self.hashes[i] for i in self.running],
+            [block.block_id for block in blocks if block is not None],
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Import:
+    """One import that runs. ``peer``: where from; ``request`` None: of hashes."""
+
+    import_id: str
+    peer: str
+    groups: Sequence[ImportGroup]
+    generation: int
+    session: Session | None = None
+    request: Request | None = None
+    # Of a request: its tokens, those computed elsewhere included.
+    num_tokens: int = 0
+
+    @property
+    def blocks(self) -> list[KVCacheBlock]:
+        """The blocks it pins, group by group."""
+        return [block for group in self.groups for block in group.blocks if block is not None]
+
+
+class ImportResult(NamedTuple):
+    """Of an import: one status a hash, by group. ``num_tokens``: of a request, its leading
+    tokens whose bytes are here and verified in all groups.
+    """
+
+    statuses: dict[int, bytes]
+    num_tokens: int

@@ -1,0 +1,248 @@
+"""Transfers: ready blocks that a peer reads, kept as they are until it is done.
+
+A transfer pins blocks and belongs to no session: what it keeps outlives the request that
+was named. Its lease is kept by whoever calls.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvcore.block import KVCacheBlock
+from kvcore.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
+from kvcore.request import Request
+
+if TYPE_CHECKING:
+    from kvcore.depot import Depot
+    from kvcore.session import Session
+
+ID_SHOWN = 8
+"""An id is a capability: whoever knows it may read, so that only its start is shown."""
+
+
+class BlockStatus(IntEnum):
+    """Numbers are the wire's. PENDING: registered, its bytes not confirmed yet."""
+
+    READY = 1
+    PENDING = 2
+    MISSING = 3
+
+
+class GroupHashes(NamedTuple):
+    """Blocks of one KV cache group, by hash."""
+
+    group: int
+    hashes: Sequence[bytes]
+
+
+class TransferGroup(NamedTuple):
+    """What was asked for of one group, and what of it is here: a block where READY."""
+
+    group: int
+    hashes: Sequence[bytes]
+    statuses: bytes
+    blocks: Sequence[KVCacheBlock | None]
+
+    @property
+    def block_ids(self) -> list[int]:
+        """One a status; 0 unless ready."""
+        return [0 if block is None else block.block_id for block in self.blocks]
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """One open transfer. ``name``: of who reads."""
+
+    transfer_id: str
+    name: str
+    groups: Sequence[TransferGroup]
+    # By id, each once, and the hash it was found under.
+    pinned: dict[int, tuple[KVCacheBlock, bytes]] = field(default_factory=dict)
+
+    @property
+    def blocks(self) -> list[KVCacheBlock]:
+        """The blocks it pins."""
+        return [block for block, _ in self.pinned.values()]
+
+
+class Transfers:
+    """The open transfers of one depot."""
+
+    def __init__(self, depot: Depot) -> None:
+        self._depot = depot
+        self.by_id: dict[str, Transfer] = {}
+
+    def open_hashes(self, name: str, wanted: Sequence[GroupHashes]) -> Transfer:
+        """Pin the first ready copy of each hash; every hash is answered.
+
+        InvalidArgument for what is no group or hash; ResourceExhausted for too many.
+        """
+        check_hashes(self._depot, wanted)
+        self._require_room(sum(len(group.hashes) for group in wanted))
+        return self._open(
+            name,
+            [
+                _group(group, hashes, [self._find(group, block_hash) for block_hash in hashes])
+                for group, hashes in wanted
+            ],
+        )
+
+    def open_request(self, name: str, session: Session, request_id: str) -> Transfer:
+        """Pin the ready full blocks of a request, of every group that holds any.
+
+        A place that its table does not keep, or keeps without hash, is MISSING.
+        """
+        request = find_named(session, request_id)
+        groups = []
+        for manager in session.manager.coordinator.token_managers:
+            table = manager.req_to_blocks.get(request_id, ())
+            hashes = hashes_of(request, len(table), manager.hash_ratio)
+            found = [
+                self._look_at(block) if block.block_hash == block_hash else (_MISSING, None)
+                for block, block_hash in zip(table, hashes, strict=False)
+            ]
+            groups.append(_group(manager.group, hashes, found))
+        self._require_room(sum(len(group.hashes) for group in groups))
+        return self._open(name, groups)
+
+    def close(self, transfer_id: str) -> None:
+        """End a transfer that is open, whose reader asks whether its bytes count.
+
+        They do not, which is FailedPrecondition, if a block lost its content meanwhile, by
+        a reset or because an operator evicted it; the transfer has ended all the same.
+        """
+        transfer = self.by_id.get(transfer_id)
+        if transfer is None:
+            raise NotFound(
+                "no such transfer is open", reason="UNKNOWN_TRANSFER", field="transfer_id"
+            )
+        try:
+            self.require_content(transfer)
+        finally:
+            self.end(transfer_id)
+
+    def require_content(self, transfer: Transfer) -> None:
+        """FailedPrecondition if a block of it has lost its content, as close says.
+
+        Costs time per block.
+        """
+        indexes = self._depot.pool.indexes
+        num_lost = sum(
+            not indexes[block.group].holds(block_hash, block)
+            for block, block_hash in transfer.pinned.values()
+        )
+        if num_lost:
+            raise FailedPrecondition(
+                f"{num_lost} of the transfer's blocks were reset or evicted while it was open: "
+                "what was read does not count",
+                reason="CONTENT_DROPPED",
+                field="transfer_id",
+            )
+
+    def end(self, transfer_id: str) -> None:
+        """Unpin an open transfer's blocks; nobody reads them any more, or it does not count."""
+        transfer = self.by_id.pop(transfer_id)
+        # The tails of chains are evicted first.
+        self._depot.pool.pins.unpin(reversed(transfer.blocks))
+        self._depot.resets.settle()
+
+    def _open(self, name: str, groups: Sequence[TransferGroup]) -> Transfer:
+        transfer = Transfer(str(uuid.uuid4()), name, groups)
+        for group in groups:
+            for block, block_hash in zip(group.blocks, group.hashes, strict=True):
+                if block is not None:
+                    transfer.pinned[block.block_id] = block, block_hash
+        self._depot.pool.pins.pin(transfer.blocks)
+        self.by_id[transfer.transfer_id] = transfer
+        return transfer
+
+    def _find(self, group: int, block_hash: bytes) -> tuple[BlockStatus, KVCacheBlock | None]:
+        status = _MISSING
+        for block in self._depot.pool.indexes[group].copies(block_hash):
+            found = self._look_at(block)
+            if found[0] is BlockStatus.READY:
+                return found
+            status = min(status, found[0])
+        return status, None
+
+    def _look_at(self, block: KVCacheBlock) -> tuple[BlockStatus, KVCacheBlock | None]:
+        """A registered block's status. What a drain waits for is no hit for peers either."""
+        drain = self._depot.resets.drain
+        if drain is not None and drain.holds_off(self._depot.pool.extra_of(block)):
+            return _MISSING, None
+        if block.pending is not None:
+            return BlockStatus.PENDING, None
+        return BlockStatus.READY, block
+
+    def _require_room(self, num_blocks: int) -> None:
+        config = self._depot.config
+        if len(self.by_id) >= config.max_transfers:
+            raise ResourceExhausted(
+                f"{len(self.by_id)} transfers are open, the maximum",
+                reason="TOO_MANY_TRANSFERS",
+                retryable=True,
+            )
+        require_few(num_blocks, config.max_transfer_blocks)
+
+
+_MISSING = BlockStatus.MISSING
+
+
+def _group(
+    group: int,
+    hashes: Sequence[bytes],
+    found: Iterable[tuple[BlockStatus, KVCacheBlock | None]],
+) -> TransferGroup:
+    pairs = list(found)
+    return TransferGroup(
+        group, hashes, bytes(status for status, _ in pairs), [block for _, block in pairs]
+    )
+
+
+def check_hashes(depot: Depot, wanted: Sequence[GroupHashes]) -> None:
+    """InvalidArgument unless each names another group that holds blocks, and its hashes."""
+    groups = depot.config.kv_cache.groups
+    size = depot.scheme.digest_size
+    seen = set()
+    for position, (group, hashes) in enumerate(wanted):
+        if group >= len(groups) or not groups[group].holds_blocks or group in seen:
+            why = "is named twice" if group in seen else "holds no blocks here"
+            raise InvalidArgument(f"group {group} {why}", field=f"groups[{position}].group")
+        seen.add(group)
+        for number, block_hash in enumerate(hashes):
+            if len(block_hash) != size:
+                raise InvalidArgument(
+                    f"a hash has {size} bytes ({2 * size} hex digits), got {len(block_hash)}",
+                    field=f"groups[{position}].block_hashes[{number}]",
+                )
+
+
+def require_few(num_blocks: int, maximum: int) -> None:
+    """ResourceExhausted for more blocks than one transfer or import may have."""
+    if num_blocks > maximum:
+        raise ResourceExhausted(
+            f"{num_blocks} blocks are more than {maximum} at a time",
+            reason="TOO_MANY_BLOCKS",
+            field="groups",
+        )
+
+
+def find_named(session: Session, request_id: str) -> Request:
+    """A request of the session; NotFound if it is not known."""
+    request = session.requests.get(request_id)
+    if request is None:
+        raise NotFound(
+            f"request {request_id!r} is not known",
+            reason="UNKNOWN_REQUEST",
+            field="request.request_id",
+        )
+    return request
+
+
+def hashes_of(request: Request, num_blocks: int, hash_ratio: int) -> list[bytes]:
+    """The hashes of a table's first full blocks, ``num_blocks`` at most."""
+    return request.block_hashes[hash_ratio - 1 : num_blocks * hash_ratio : hash_ratio]

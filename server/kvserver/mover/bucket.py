@@ -1,0 +1,28 @@
+"""A limit on bytes a second."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+_BURST_SECONDS = 0.05
+
+
+class Bucket:
+    """Says how long to wait before so many bytes may go; 0 bytes a second: no limit."""
+
+    def __init__(self, bytes_per_second: int) -> None:
+        self._rate = bytes_per_second
+        self._lock = threading.Lock()
+        # When all that was asked for so far will have gone.
+        self._free_at = 0.0
+
+    def delay(self, num_bytes: int) -> float:
+        """Seconds to wait before ``num_bytes`` may go; they are booked."""
+        if not self._rate:
+            return 0.0
+        with self._lock:
+            now = time.monotonic()
+            begin = max(self._free_at, now - _BURST_SECONDS)
+            self._free_at = begin + num_bytes / self._rate
+            return max(0.0, begin - now)

@@ -1,0 +1,91 @@
+"""A process of the node's, and the channel to it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+
+from kvserver.mover.channel import Message, pack, receive
+
+_REAP_SECONDS = 10.0
+# A megabyte is allocated and freed for every message of bytes: glibc would map and unmap,
+# and so zero, it each time.
+MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": str(64 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(256 << 20),
+    "MALLOC_TOP_PAD_": str(16 << 20),
+}
+
+
+class Child:
+    """``python -m MODULE FD``, from ``spawn`` until ``end``. It ends with the node, too."""
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self.pid = process.pid
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self._ending: asyncio.Future[int] | None = None
+
+    @classmethod
+    async def spawn(cls, module: str) -> Child:
+        """Start it; it answers nothing yet."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                # Forking takes the longer the more memory the node has.
+                process = await asyncio.get_running_loop().run_in_executor(
+                    None, _popen, module, theirs.fileno()
+                )
+                reader, writer = await asyncio.open_connection(sock=ours)
+            except BaseException:
+                ours.close()
+                raise
+        return cls(process, reader, writer)
+
+    def send(self, **message: object) -> None:
+        """Send a message, at once as far as the socket takes it; lost if the process is gone."""
+        if not self._writer.is_closing():
+            self._writer.write(pack(message))
+
+    async def receive(self) -> Message | None:
+        """The next message; None when the process is gone."""
+        return await receive(self._reader)
+
+    def kill(self) -> None:
+        """Its end begins now."""
+        self._process.kill()
+
+    async def end(self) -> None:
+        """Nothing of the process is left when this returns; however often it is called."""
+        if self._ending is None:
+            self._process.kill()
+            self._writer.close()
+            loop = asyncio.get_running_loop()
+            self._ending = asyncio.ensure_future(
+                loop.run_in_executor(None, self._process.wait, _REAP_SECONDS)
+            )
+        await asyncio.shield(self._ending)
+
+
+def _popen(module: str, fd: int) -> subprocess.Popen[bytes]:
+    # It finds what this process finds, and nothing in the directory it is started from.
+    path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry)
+    return subprocess.Popen(
+        [sys.executable, "-m", module, str(fd)],
+        stdin=subprocess.DEVNULL,
+        stdout=2,  # what libraries print is no line of the server's
+        pass_fds=[fd],
+        cwd="/",
+        env=os.environ | MALLOC | {"PYTHONPATH": path},
+        # A Ctrl-C at the terminal is for the node, which then ends its processes.
+        start_new_session=True,
+    )

@@ -1,0 +1,162 @@
+"""What an import has to copy, and what every way of copying needs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from kvdepot.v1 import transfer_pb2 as pb
+from kvdepot.v1 import types_pb2
+from kvserver.mover.bucket import Bucket
+from kvserver.mover.pages import PoolFile, Span, block_bytes, checksum
+from kvserver.mover.peer import Peer
+
+_PROGRESS_SECONDS = 0.25
+
+
+class Stopped(Exception):
+    """The node wants the import no more."""
+
+
+class PathFailed(Exception):
+    """The bytes do not come this way; the message says why, a reason first if it has one."""
+
+
+class Stuck(Exception):
+    """Bytes may still land, and nothing but the end of this process prevents it."""
+
+
+@dataclass(slots=True)
+class Copy:
+    """The ready blocks of one group: which of the peer's go into which of ours.
+
+    ``positions``, ``source_ids``, ``destination_ids`` and ``done`` run in parallel;
+    positions are those among the transfer's statuses.
+    """
+
+    group: int
+    positions: Any
+    source_ids: Any
+    destination_ids: Any
+    done: Any
+    source: Sequence[Span]
+    destination: Sequence[Span]
+
+    @property
+    def block_bytes(self) -> int:
+        """Of each block."""
+        return block_bytes(self.destination)
+
+    def left(self) -> Any:
+        """Which blocks are not done."""
+        return np.flatnonzero(~self.done)
+
+
+class Task:
+    """One import while it copies; used by its own thread, but for ``stop`` and ``lose``."""
+
+    def __init__(
+        self,
+        peer: Peer,
+        peer_pool: types_pb2.PoolDescription,
+        opened: pb.OpenTransferResponse,
+        copies: Sequence[Copy],
+        *,
+        file: PoolFile,
+        bucket: Bucket,
+        checksums: bool,
+        until: float,
+        stopped: threading.Event,
+        progress: Callable[[int, int], None],
+    ) -> None:
+        self.peer = peer
+        self.peer_pool = peer_pool
+        self.transfer_id = opened.transfer_id
+        self.reach = opened.reach
+        self.copies = copies
+        self.file = file
+        self.checksums = checksums
+        self.num_blocks = self.num_bytes = self.num_bad = 0
+        self.until = until
+        self._bucket = bucket
+        self._stopped = stopped
+        self._lost = ""
+        self._progress = progress
+        self._told_at = 0.0
+
+    def lose(self, reason: str) -> None:
+        """What is read from now on counts for nothing."""
+        self._lost = reason
+
+    def check(self, num_bytes: int = 0) -> None:
+        """Before ``num_bytes`` are copied: waits if that is too fast. Raises to end the copy."""
+        if self._stopped.wait(self._bucket.delay(num_bytes)):
+            raise Stopped
+        if self._lost:
+            raise PathFailed(self._lost)
+        if self.seconds_left() <= 0:
+            raise PathFailed("DEADLINE_EXCEEDED: the import has had its time")
+
+    def seconds_left(self) -> float:
+        """Until the deadline."""
+        return self.until - time.monotonic()
+
+    def batches(self, copy: Copy, num_bytes: int) -> Iterator[Any]:
+        """What is left of ``copy``, so many bytes at a time; checked before each."""
+        left = copy.left()
+        size = max(1, copy.block_bytes)
+        step = max(1, num_bytes // size)
+        for begin in range(0, len(left), step):
+            batch = left[begin : begin + step]
+            self.check(len(batch) * size)
+            yield batch
+
+    def sums(self, copy: Copy) -> Iterator[int] | None:
+        """The peer's checksums of what is left of ``copy``; None if none are asked for."""
+        if not self.checksums:
+            return None
+        request = self.request(copy, checksums_only=True)
+        frames = self.peer.pull(self.reach.data_address, request, self.seconds_left())
+        return (value for frame in frames for value in frame.checksums)
+
+    def request(self, copy: Copy, **options: bool) -> pb.PullBlocksRequest:
+        """For what is left of ``copy``."""
+        positions = copy.positions[copy.left()].astype("<u4").tobytes()
+        return pb.PullBlocksRequest(
+            transfer_id=self.transfer_id, group=copy.group, positions=positions, **options
+        )
+
+    def arrived(self, copy: Copy, batch: Any, sums: Iterator[int] | None) -> None:
+        """The bytes of ``batch`` are in our blocks; those with the right checksum are done."""
+        good = batch
+        if sums is not None:
+            expected = list(islice(sums, len(batch)))
+            if len(expected) < len(batch):
+                raise PathFailed("BAD_PEER: it sent too few checksums")
+            ids = copy.destination_ids[batch].tolist()
+            pages = self.file.pages
+            right = [
+                checksum(pages(copy.destination, block_id)) == value
+                for block_id, value in zip(ids, expected, strict=True)
+            ]
+            good = batch[np.array(right, bool)]
+            if batch[-1] == len(copy.done) - 1:
+                next(sums, None)  # the stream's own end, before the transfer is closed
+        self.finished(copy, good, len(batch) - len(good))
+
+    def finished(self, copy: Copy, good: Any, num_bad: int) -> None:
+        """Count blocks."""
+        copy.done[good] = True
+        self.num_bad += num_bad
+        self.num_blocks += len(good)
+        self.num_bytes += len(good) * copy.block_bytes
+        now = time.monotonic()
+        if now - self._told_at >= _PROGRESS_SECONDS:
+            self._told_at = now
+            self._progress(self.num_blocks, self.num_bytes)

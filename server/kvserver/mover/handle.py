@@ -1,0 +1,193 @@
+"""The node's handle on the processes that move its bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+from kvcore.errors import Unavailable
+from kvcore.memory import PoolMemory, layer_layouts
+from kvdepot.v1 import transfer_pb2 as pb
+from kvserver import convert
+from kvserver.config import ConfigError, ServerConfig, is_loopback, split_address
+from kvserver.data_plane import ImportJob, ImportProgress, ImportReport
+from kvserver.mover.channel import Message
+from kvserver.mover.child import Child
+from kvserver.mover.host import host_id
+from kvserver.mover.imports import Imports
+
+logger = logging.getLogger(__name__)
+
+MODULE = "kvserver.mover.serving"
+_START_SECONDS = 60.0
+_PAUSE_SECONDS, _PAUSE_SECONDS_MAX = 0.1, 10.0
+# A process that lived so long did not die of how it was started.
+_LIVED_SECONDS = 30.0
+
+
+class MoverHandle:
+    """DataPlane over child processes, on the node's event loop."""
+
+    def __init__(self, config: ServerConfig, memory: PoolMemory) -> None:
+        self.pulled_bytes = 0
+        self._config = config
+        self._pool = convert.pool_description(
+            memory.config, layer_layouts(memory.config), memory.mappings
+        )
+        self._listen_host, self._port = data_listen(config)
+        self._host_id = host_id()
+        self._reach = pb.Reach()
+        self._transfers: dict[str, dict[int, list[int]]] = {}
+        self._serving: Child | None = None
+        self._supervising: asyncio.Task[None] | None = None
+        self._imports = Imports(
+            {
+                "pool": self._pool.SerializeToString(),
+                "bandwidth_bytes": config.import_bandwidth_bytes,
+                "nixl_devices": self._nixl_devices(),
+            }
+        )
+
+    async def start(self) -> None:
+        """As DataPlane's. ConfigError for a data address that cannot be had."""
+        self._serving = await self._spawn(any_port=False)
+        self._supervising = asyncio.ensure_future(self._supervise(self._serving))
+
+    async def close(self) -> None:
+        """As DataPlane's."""
+        if self._supervising is not None:
+            self._supervising.cancel()
+            await asyncio.wait([self._supervising])
+        if self._serving is not None:
+            await self._serving.end()
+        await self._imports.close()
+
+    def reach(self) -> pb.Reach:
+        """As DataPlane's."""
+        return self._reach
+
+    def open_transfer(self, transfer_id: str, blocks: Mapping[int, Sequence[int]]) -> None:
+        """As DataPlane's."""
+        groups = {group: list(ids) for group, ids in blocks.items()}
+        self._transfers[transfer_id] = groups
+        self._tell(op="open", id=transfer_id, blocks=groups)
+
+    def close_transfer(self, transfer_id: str) -> None:
+        """As DataPlane's."""
+        if self._transfers.pop(transfer_id, None) is not None:
+            self._tell(op="close", id=transfer_id)
+
+    def import_blocks(self, job: ImportJob) -> AsyncIterator[ImportProgress | ImportReport]:
+        """As DataPlane's."""
+        return self._imports.run(job)
+
+    def _tell(self, **message: object) -> None:
+        if self._serving is not None:
+            self._serving.send(**message)
+
+    # --- the serving process ----------------------------------------------------------
+
+    async def _spawn(self, *, any_port: bool) -> Child:
+        """A serving process that can be reached and knows the open transfers."""
+        config = self._config
+        child = await Child.spawn(MODULE)
+        try:
+            child.send(
+                pool=self._pool.SerializeToString(),
+                host=self._listen_host,
+                port=self._port,
+                any_port=any_port,
+                pulls_max=config.max_pulls,
+                streams_max=config.max_concurrent_streams,
+                stall_seconds=config.pull_stall_seconds,
+                bandwidth_bytes=config.pull_bandwidth_bytes,
+                message_bytes_max=config.max_message_bytes,
+                nixl_devices=self._nixl_devices(),
+            )
+            try:
+                said = await asyncio.wait_for(child.receive(), _START_SECONDS)
+            except asyncio.TimeoutError:
+                said = None
+            if said is None:
+                raise Unavailable(
+                    "the process that serves the pool's bytes does not start; its log says why",
+                    reason="NO_DATA_PLANE",
+                )
+            if said["op"] == "failed":
+                raise ConfigError(f"--data-listen: {said['message']}; is it in use?")
+        except BaseException:
+            await child.end()
+            raise
+        self._port = said["port"]
+        self._reach = pb.Reach(host_id=self._host_id, data_address=self._data_address())
+        for transfer_id, blocks in self._transfers.items():
+            child.send(op="open", id=transfer_id, blocks=blocks)
+        return child
+
+    def _hear(self, message: Message) -> None:
+        if message["op"] == "pulled":
+            self.pulled_bytes += message["bytes"]
+        elif message["op"] == "nixl":
+            self._reach = pb.Reach(
+                host_id=self._host_id,
+                data_address=self._data_address(),
+                nixl_agent=message["agent"],
+                nixl_regions=[
+                    pb.NixlRegion(kind=kind, device=device, address=address, nbytes=nbytes)
+                    for kind, device, address, nbytes in message["regions"]
+                ],
+            )
+
+    async def _supervise(self, child: Child) -> None:
+        """Read what the process says, and start another when it dies."""
+        pause = _PAUSE_SECONDS
+        while True:
+            began = time.monotonic()
+            while (message := await child.receive()) is not None:
+                self._hear(message)
+            self._serving = None
+            self._reach = pb.Reach(host_id=self._host_id, data_address=self._data_address())
+            await child.end()
+            if time.monotonic() - began > _LIVED_SECONDS:
+                pause = _PAUSE_SECONDS
+            logger.error("the process that serves PullBlocks (pid %d) has ended", child.pid)
+            while self._serving is None:
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _PAUSE_SECONDS_MAX)
+                try:
+                    self._serving = child = await self._spawn(any_port=True)
+                except (Unavailable, ConfigError, OSError) as error:
+                    logger.error("PullBlocks is not served: %s", error)
+            logger.warning("another serves PullBlocks now (pid %d)", child.pid)
+
+    # --- addresses --------------------------------------------------------------------
+
+    def _data_address(self) -> str:
+        config = self._config
+        if config.advertise_data_address:
+            return config.advertise_data_address
+        listen_host, _ = split_address(config.listen, option="--listen")
+        host = self._listen_host
+        if host in (listen_host, "0.0.0.0", "::"):
+            return f":{self._port}"
+        return f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}"
+
+    def _nixl_devices(self) -> str:
+        """For UCX_NET_DEVICES; empty: no NIXL.
+
+        Whoever reaches an agent and knows its metadata may read and write the pool: it
+        listens where it was told to, or on loopback.
+        """
+        devices = self._config.nixl_devices
+        if devices == "none":
+            return ""
+        return devices or ("lo" if is_loopback(self._listen_host) else "")
+
+
+def data_listen(config: ServerConfig) -> tuple[str, int]:
+    """Host and port of PullBlocks: of --data-listen, else the host of --listen."""
+    if config.data_listen:
+        return split_address(config.data_listen, option="--data-listen")
+    return split_address(config.listen, option="--listen")[0], 0

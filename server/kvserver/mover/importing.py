@@ -1,0 +1,40 @@
+"""``python -m kvserver.mover.importing FD``: pulls blocks from peers into the pool's file."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+
+from kvserver.mover.channel import Channel
+from kvserver.mover.job import Importer, Job
+
+
+def main() -> None:
+    """Run imports until the node is gone."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    channel = Channel(int(sys.argv[1]))
+    importer = Importer(channel.receive())
+    threading.Thread(target=importer.file.touch, daemon=True, name="kvdepot-touch").start()
+    channel.send(op="ready")
+    jobs: dict[int, Job] = {}
+    while True:
+        message = channel.receive()
+        number: int = message["job"]
+        if message["op"] == "stop":
+            if (job := jobs.get(number)) is not None:
+                job.stop()
+            continue
+        jobs[number] = job = Job(importer, message, channel.send)
+
+        def run(job: Job = job, number: int = number) -> None:
+            try:
+                job.run()
+            finally:
+                del jobs[number]
+
+        threading.Thread(target=run, daemon=True, name=f"kvdepot-import-{number}").start()
+
+
+if __name__ == "__main__":
+    main()

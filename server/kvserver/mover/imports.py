@@ -1,0 +1,226 @@
+"""Imports, as the node sees them: jobs of a process that is killed when one of them hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from kvcore import errors
+from kvdepot.v1 import transfer_pb2 as pb
+from kvserver.data_plane import ImportJob, ImportProgress, ImportReport
+from kvserver.mover.channel import Message
+from kvserver.mover.child import Child
+
+logger = logging.getLogger(__name__)
+
+MODULE = "kvserver.mover.importing"
+# What an import gets beyond its deadline, and one that is to stop, to end by itself.
+_GRACE_SECONDS = 1.0
+_STOP_SECONDS = 2.0
+
+
+class _Process:
+    """One life of the importing process, and the imports that run in it."""
+
+    def __init__(self, child: Child) -> None:
+        self.child = child
+        # Of messages by job; None: the process is gone.
+        self.inboxes: dict[int, asyncio.Queue[Message | None]] = {}
+        self.gone = asyncio.Event()
+        # The import on whose account it was killed.
+        self.killed_for: int | None = None
+        self._reading = asyncio.ensure_future(self._read())
+
+    async def _read(self) -> None:
+        while (message := await self.child.receive()) is not None:
+            if (inbox := self.inboxes.get(message.get("job", 0))) is not None:
+                inbox.put_nowait(message)
+        if self.killed_for is None:
+            logger.error("the process of the imports (pid %d) has ended", self.child.pid)
+        await self.child.end()
+        self.gone.set()
+        for inbox in self.inboxes.values():
+            inbox.put_nowait(None)
+
+    async def kill(self, job: int) -> None:
+        """End it on account of ``job``; it is gone when this returns."""
+        if self.killed_for is None and not self.gone.is_set():
+            self.killed_for = job
+            logger.warning("import %d hangs: its process (pid %d) is killed", job, self.child.pid)
+            self.child.kill()
+        await self.gone.wait()
+
+    async def end(self) -> None:
+        """End it for good."""
+        self.killed_for = 0
+        self.child.kill()
+        await self._reading
+
+
+class Imports:
+    """Runs imports; starts the process for the first one, and after it was killed."""
+
+    def __init__(self, start: Message) -> None:
+        self._start = start
+        self._numbers = itertools.count(1)
+        self._process: _Process | None = None
+        self._starting = asyncio.Lock()
+        self._closed = False
+
+    async def close(self) -> None:
+        """End the process; imports that run are reported failed."""
+        self._closed = True
+        async with self._starting:
+            if self._process is not None:
+                await self._process.end()
+
+    async def run(self, job: ImportJob) -> AsyncIterator[ImportProgress | ImportReport]:
+        """As DataPlane.import_blocks."""
+        number = next(self._numbers)
+        ends_at = time.monotonic() + job.deadline_seconds
+        while True:
+            process = await self._running()
+            inbox: asyncio.Queue[Message | None] = asyncio.Queue()
+            process.inboxes[number] = inbox
+            process.child.send(**_as_message(job, number, ends_at - time.monotonic()))
+            ended = hung = False
+            try:
+                while (message := await _within(inbox, ends_at + _GRACE_SECONDS)) is not None:
+                    ended = message["op"] in ("report", "error")
+                    if message["op"] == "progress":
+                        yield ImportProgress(message["blocks"], message["bytes"], message["path"])
+                    elif message["op"] == "report":
+                        yield _report(message)
+                        return
+                    elif message["op"] == "error":
+                        raise _error(message)
+                    else:  # stuck
+                        break
+                hung = True
+            finally:
+                if hung:
+                    await _for_certain(process.kill(number))
+                elif not ended:
+                    await _for_certain(self._stop(process, number, inbox))
+                del process.inboxes[number]
+            if process.killed_for in (None, number) or self._closed or time.monotonic() > ends_at:
+                yield _failed(job, "the process that copied was ended")
+                return
+            # It was killed on account of another.
+
+    async def _stop(
+        self, process: _Process, number: int, inbox: asyncio.Queue[Message | None]
+    ) -> None:
+        """No byte of the import can land any more."""
+        process.child.send(op="stop", job=number)
+        until = time.monotonic() + _STOP_SECONDS
+        with contextlib.suppress(asyncio.TimeoutError):
+            while (message := await _until(inbox, until)) is not None:
+                if message["op"] in ("report", "error"):
+                    return
+                if message["op"] == "stuck":
+                    break
+        await process.kill(number)
+
+    async def _running(self) -> _Process:
+        async with self._starting:
+            if self._closed:
+                raise errors.Unavailable(
+                    "the server is stopping", reason="DRAINING", retryable=True
+                )
+            if (
+                self._process is None
+                or self._process.killed_for is not None
+                or (self._process.gone.is_set())
+            ):
+                child = await Child.spawn(MODULE)
+                child.send(**self._start)
+                self._process = _Process(child)
+            return self._process
+
+
+async def _until(inbox: asyncio.Queue[Message | None], until: float) -> Message | None:
+    return await asyncio.wait_for(inbox.get(), max(0.0, until - time.monotonic()))
+
+
+async def _within(inbox: asyncio.Queue[Message | None], until: float) -> Message | None:
+    """The next message; None as well when the time is over."""
+    try:
+        return await _until(inbox, until)
+    except asyncio.TimeoutError:
+        return None
+
+
+async def _for_certain(work: Any) -> None:
+    """Finish ``work``, however often this task is cancelled meanwhile."""
+    doing = asyncio.ensure_future(work)
+    cancelled = False
+    while not doing.done():
+        try:
+            await asyncio.shield(doing)
+        except asyncio.CancelledError:
+            cancelled = True
+    doing.result()
+    if cancelled:
+        raise asyncio.CancelledError
+
+
+def _as_message(job: ImportJob, number: int, deadline: float) -> Message:
+    return {
+        "op": "import",
+        "job": number,
+        "peer": job.peer,
+        "fingerprint": job.fingerprint,
+        "groups": [
+            {"group": group.group, "hashes": list(group.hashes), "ids": list(group.block_ids)}
+            for group in job.groups
+        ],
+        "paths": [int(path) for path in job.paths],
+        "checksums": job.checksums,
+        "contents": job.contents,
+        "deadline": deadline,
+    }
+
+
+def _report(message: Message) -> ImportReport:
+    return ImportReport(
+        num_blocks=message["blocks"],
+        num_bytes=message["bytes"],
+        path=message["path"],
+        statuses=message["statuses"],
+        contents={
+            group: [pb.BlockContent.FromString(content) for content in contents]
+            for group, contents in message["contents"].items()
+        },
+        failures=[pb.PathFailure(path=path, reason=reason) for path, reason in message["failures"]],
+    )
+
+
+def _failed(job: ImportJob, reason: str) -> ImportReport:
+    failed = bytes([pb.IMPORT_STATUS_FAILED])
+    return ImportReport(
+        num_blocks=0,
+        num_bytes=0,
+        path=pb.TRANSFER_PATH_UNSPECIFIED,
+        statuses={group.group: failed * len(group.hashes) for group in job.groups},
+        contents={group.group: [] for group in job.groups},
+        failures=[pb.PathFailure(reason=reason)],
+    )
+
+
+def _error(message: Message) -> errors.KVDepotError:
+    """The core's error of that name; what has none there is Unavailable."""
+    text, reason, field = message["message"], message["reason"], message["field"]
+    if message["kind"] == "InvalidArgument":
+        return errors.InvalidArgument(text, field=field, reason=reason)
+    kinds = (
+        *(errors.NotFound, errors.AlreadyExists, errors.FailedPrecondition),
+        *(errors.ResourceExhausted, errors.OutOfRange, errors.DataLoss),
+    )
+    kind = {kind.__name__: kind for kind in kinds}.get(message["kind"], errors.Unavailable)
+    return kind(text, reason=reason, field=field, retryable=message["retryable"])

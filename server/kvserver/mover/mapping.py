@@ -1,0 +1,140 @@
+"""Both servers on one host: the peer's file is mapped, and copied from."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import stat
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from kvdepot.v1 import types_pb2
+from kvserver.mover.copying import PathFailed, Task
+from kvserver.mover.host import host_id
+from kvserver.mover.pages import PoolFile, file_of, pieces_of
+
+BATCH_BYTES = 32 << 20
+HASHED_BATCH_BYTES = 2 << 20
+# Rows at least so long are copied one by one; shorter ones by way of a buffer, many at once.
+_LONG_ROW_BYTES = 32 << 10
+_BUFFER_BYTES = 512 << 10
+_KEPT_SECONDS = 5.0
+
+
+def offered(task: Task) -> bool:
+    """Whether the peer is on this host."""
+    host = host_id()
+    return bool(host and task.reach.host_id == host and file_of(task.peer_pool) is not None)
+
+
+def run(task: Task, files: PeerFiles) -> None:
+    """Copy what is left. PathFailed when the file cannot be had, or is another's."""
+    with files.mapped(task.peer_pool) as file:
+        for copy in task.copies:
+            arrays = [
+                (
+                    file.array(piece.source, piece.dtype),
+                    task.file.array(piece.destination, piece.dtype),
+                )
+                for piece in pieces_of(copy.source, copy.destination)
+            ]
+            if not len(copy.left()):
+                continue
+            sums = task.sums(copy)
+            # Small enough to be hashed while they are in the processor's cache.
+            batch_bytes = BATCH_BYTES if sums is None else HASHED_BATCH_BYTES
+            for batch in task.batches(copy, batch_bytes):
+                file.check()
+                task.file.check()
+                sources, destinations = copy.source_ids[batch], copy.destination_ids[batch]
+                for source, destination in arrays:
+                    copy_rows(source, sources, destination, destinations)
+                task.arrived(copy, batch, sums)
+
+
+def copy_rows(source: Any, sources: Any, destination: Any, destinations: Any) -> None:
+    """``destination[destinations] = source[sources]``, with little memory in between."""
+    row_bytes = source.shape[1] * source.itemsize
+    if row_bytes >= _LONG_ROW_BYTES:
+        # Neighbours on both sides are copied at once.
+        steps = (np.diff(sources) != 1) | (np.diff(destinations) != 1)
+        edges = [0, *(np.flatnonzero(steps) + 1).tolist(), len(sources)]
+        for begin, end in itertools.pairwise(edges):
+            ours, theirs = int(destinations[begin]), int(sources[begin])
+            count = end - begin
+            destination[ours : ours + count] = source[theirs : theirs + count]
+        return
+    step = max(1, _BUFFER_BYTES // row_bytes)
+    buffer = np.empty((step, source.shape[1]), source.dtype)
+    for begin in range(0, len(sources), step):
+        rows = sources[begin : begin + step]
+        part = buffer[: len(rows)]
+        np.take(source, rows, axis=0, out=part, mode="clip")
+        destination[destinations[begin : begin + step]] = part
+
+
+class PeerFiles:
+    """Mappings of peers' files, kept for a while: the first touch of each page costs most.
+
+    Not for long, as the memory of a peer that is gone is free only when nobody maps it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: dict[str, tuple[PoolFile, float]] = {}
+        self._users: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def mapped(self, pool: types_pb2.PoolDescription) -> Iterator[PoolFile]:
+        """The peer's file. PathFailed when it cannot be had, or nobody keeps it."""
+        mapping = file_of(pool)
+        assert mapping is not None  # it was offered
+        path = mapping.file.path
+        with self._lock:
+            file, _ = self._kept.get(path, (None, 0.0))
+            if file is None or file.nbytes != mapping.num_bytes:
+                try:
+                    file = PoolFile(pool, writable=False)
+                except OSError as error:
+                    raise PathFailed(f"{path}: {error.strerror}") from None
+            self._kept[path] = (file, 0.0)
+            self._users[path] += 1
+        try:
+            _require_living(file)
+            yield file
+        finally:
+            with self._lock:
+                self._users[path] -= 1
+                self._kept[path] = (file, time.monotonic())
+            timer = threading.Timer(_KEPT_SECONDS, self._drop_old)
+            timer.daemon = True
+            timer.start()
+
+    def _drop_old(self) -> None:
+        old = time.monotonic() - 0.9 * _KEPT_SECONDS
+        with self._lock:
+            for path, (file, used_at) in list(self._kept.items()):
+                if not self._users[path] and used_at < old:
+                    del self._kept[path], self._users[path]
+                    with contextlib.suppress(BufferError):  # unmapped when its last array goes
+                        file.close()
+
+
+def _require_living(file: PoolFile) -> None:
+    """PathFailed unless it is a file that a living server of this host keeps locked.
+
+    Another container may have a directory of the same name; its pool's name is random.
+    """
+    if not stat.S_ISREG(file.status().st_mode):
+        raise PathFailed(f"{file.path} is no file")
+    try:
+        fcntl.flock(file.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return
+    raise PathFailed(f"nobody keeps {file.path}: its server is gone, or on another host")

@@ -1,0 +1,230 @@
+"""``python -m kvserver.mover.serving FD``: serves PullBlocks out of the pool's file.
+
+It knows transfers by what the node tells it, block ids by group, and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import struct
+import sys
+from array import array
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from kvcore.errors import InvalidArgument, NotFound, ResourceExhausted
+from kvdepot.v1 import transfer_pb2 as pb
+from kvdepot.v1 import types_pb2
+from kvserver.mover.bucket import Bucket
+from kvserver.mover.channel import Channel, Message
+from kvserver.mover.frame import frame
+from kvserver.mover.nixl import ServingAgent
+from kvserver.mover.pages import PoolFile, block_bytes, checksum, spans_of
+from kvserver.rpc import Context, Rpcs, register, write
+
+logger = logging.getLogger(__name__)
+
+SERVICE = pb.DESCRIPTOR.services_by_name["KVTransferService"].full_name
+MESSAGE_BYTES = 1 << 20
+MESSAGE_BLOCKS_MAX = 4096
+# Hashing so much holds everybody up for a millisecond.
+CHECKSUMS_ONLY_BYTES = 4 << 20
+# The node's word of a transfer may come after the peer's, who heard of it from the node.
+_UNKNOWN_SECONDS = 0.5
+_REPORT_SECONDS = 0.25
+
+
+@dataclass(eq=False, slots=True)
+class _Transfer:
+    """Block ids by group, 0 for what is not ready, and the pulls that are running."""
+
+    groups: dict[int, array[int]]
+    pulls: set[asyncio.Future[None]] = field(default_factory=set)
+    closed: bool = False
+
+
+class Serving:
+    """PullBlocks of one pool."""
+
+    def __init__(self, start: Message) -> None:
+        pool = types_pb2.PoolDescription.FromString(start["pool"])
+        self.num_sent_bytes = 0
+        self._file = PoolFile(pool, writable=True)
+        self._spans = spans_of(pool)
+        self._block_bytes = [block_bytes(spans) for spans in self._spans]
+        self._pulls_max: int = start["pulls_max"]
+        self._stall_seconds: float = start["stall_seconds"]
+        self._bucket = Bucket(start["bandwidth_bytes"])
+        self._num_pulls = 0
+        self._transfers: dict[str, _Transfer] = {}
+        self._opened = asyncio.Event()
+        self._agent: ServingAgent | None = None
+
+    def tell(self, message: Message) -> None:
+        """What the node says."""
+        transfer_id: str = message["id"]
+        if message["op"] == "open":
+            groups = {group: array("I", ids) for group, ids in message["blocks"].items()}
+            self._transfers[transfer_id] = _Transfer(groups)
+            self._opened.set()
+            self._opened = asyncio.Event()
+        elif (transfer := self._transfers.pop(transfer_id, None)) is not None:
+            transfer.closed = True
+            for pull in transfer.pulls:
+                pull.cancel()
+        if self._agent is not None:
+            self._agent.serve(bool(self._transfers))
+
+    async def offer_nixl(self, devices: str) -> Message | None:
+        """What peers must know to read with NIXL; None where that is not to be had."""
+        loop = asyncio.get_running_loop()
+        agent = await loop.run_in_executor(None, ServingAgent, self._file, devices)
+        self._agent = agent
+        agent.serve(bool(self._transfers))
+        return agent.reach()
+
+    async def pull_blocks(self, request: pb.PullBlocksRequest, context: Context) -> None:
+        """PullBlocks."""
+        transfer = await self._transfer(request.transfer_id)
+        ids = self._ids(transfer, request)
+        if self._num_pulls >= self._pulls_max:
+            raise ResourceExhausted(
+                f"{self._num_pulls} pulls are under way, the maximum",
+                reason="TOO_MANY_PULLS",
+                retryable=True,
+            )
+        self._num_pulls += 1
+        # Alone: a status cannot follow a first message that is cut off while it carries them.
+        await context.send_initial_metadata(())
+        pull = asyncio.ensure_future(self._pull(request, ids, context))
+        transfer.pulls.add(pull)
+        try:
+            await pull
+        except asyncio.CancelledError:
+            if not transfer.closed:
+                raise
+            raise _unknown("the transfer was closed") from None
+        finally:
+            transfer.pulls.discard(pull)
+            self._num_pulls -= 1
+
+    async def _pull(self, request: pb.PullBlocksRequest, ids: array[int], context: Context) -> None:
+        spans, size = self._spans[request.group], self._block_bytes[request.group]
+        limit = CHECKSUMS_ONLY_BYTES if request.checksums_only else MESSAGE_BYTES
+        step = max(1, min(MESSAGE_BLOCKS_MAX, limit // max(1, size)))
+        for first in range(0, len(ids), step):
+            some = ids[first : first + step]
+            data_bytes = 0 if request.checksums_only else len(some) * size
+            if delay := self._bucket.delay(data_bytes):
+                await asyncio.sleep(delay)
+            self._file.check()
+            blocks = [self._file.pages(spans, block_id) for block_id in some]
+            sums = []
+            if request.checksums or request.checksums_only:
+                sums = [checksum(pages) for pages in blocks]
+            pages = [] if request.checksums_only else [page for block in blocks for page in block]
+            message = frame(first, len(some), pages, sums)
+            await write(context, message, seconds=self._stall_seconds)
+            self.num_sent_bytes += data_bytes
+
+    async def _transfer(self, transfer_id: str) -> _Transfer:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + _UNKNOWN_SECONDS
+        while (transfer := self._transfers.get(transfer_id)) is None:
+            try:
+                await asyncio.wait_for(self._opened.wait(), until - loop.time())
+            except asyncio.TimeoutError:
+                raise _unknown("there is no such transfer, or it has ended") from None
+        return transfer
+
+    def _ids(self, transfer: _Transfer, request: pb.PullBlocksRequest) -> array[int]:
+        ids = transfer.groups.get(request.group)
+        if ids is None:
+            raise InvalidArgument(f"the transfer has no group {request.group}", field="group")
+        if not request.positions:
+            return array("I", filter(None, ids))
+        if len(request.positions) % 4:
+            raise InvalidArgument("positions are uint32, four bytes each", field="positions")
+        positions = struct.unpack(f"<{len(request.positions) // 4}I", request.positions)
+        if len(positions) > len(ids):
+            raise InvalidArgument("there are more positions than blocks", field="positions")
+        chosen = array("I")
+        for position in positions:
+            if position >= len(ids) or not ids[position]:
+                raise InvalidArgument(
+                    f"at position {position} there is no ready block", field="positions"
+                )
+            chosen.append(ids[position])
+        return chosen
+
+
+def _unknown(message: str) -> NotFound:
+    return NotFound(message, reason="UNKNOWN_TRANSFER", field="transfer_id")
+
+
+async def _serve(channel: Channel, start: Message) -> None:
+    loop = asyncio.get_running_loop()
+    serving = Serving(start)
+    rpcs = Rpcs("", streams_max=start["streams_max"])
+    server = grpc.aio.server(
+        options=[
+            ("grpc.so_reuseport", 0),
+            ("grpc.max_receive_message_length", start["message_bytes_max"]),
+            ("grpc.max_send_message_length", -1),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+            ("grpc.keepalive_time_ms", 40_000),
+            ("grpc.keepalive_timeout_ms", 20_000),
+        ]
+    )
+    pull = rpcs.server_stream("PullBlocks", pb.PullBlocksRequest, serving.pull_blocks)
+    register(server, SERVICE, {"PullBlocks": pull})
+    port = _bind(server, start["host"], start["port"], start["any_port"])
+    if port is None:
+        channel.send(op="failed", message=f"cannot bind {start['host']}:{start['port']}")
+        return
+    await server.start()
+    channel.send(op="ready", port=port)
+
+    def listen() -> None:
+        while True:
+            loop.call_soon_threadsafe(serving.tell, channel.receive())
+
+    listening = loop.run_in_executor(None, listen)
+    # Peers are served while it is loaded, which takes a second.
+    if (offered := await serving.offer_nixl(start["nixl_devices"])) is not None:
+        channel.send(op="nixl", **offered)
+    reported = 0
+    while not listening.done():
+        await asyncio.sleep(_REPORT_SECONDS)
+        if serving.num_sent_bytes > reported:
+            channel.send(op="pulled", bytes=serving.num_sent_bytes - reported)
+            reported = serving.num_sent_bytes
+    listening.result()
+
+
+def _bind(server: Any, host: str, port: int, any_port: bool) -> int | None:
+    """The port, another one if need be and allowed."""
+    for candidate in (port, 0) if any_port and port else (port,):
+        with contextlib.suppress(RuntimeError):
+            bound: int = server.add_insecure_port(
+                f"[{host}]:{candidate}" if ":" in host else f"{host}:{candidate}"
+            )
+            if bound:
+                return bound
+    return None
+
+
+def main() -> None:
+    """Serve until the node is gone."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    channel = Channel(int(sys.argv[1]))
+    asyncio.run(_serve(channel, channel.receive()))
+
+
+if __name__ == "__main__":
+    main()

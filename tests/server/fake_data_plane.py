@@ -1,0 +1,133 @@
+"""A data plane in the node's own process, that does what a test says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+
+from kvcore.errors import InvalidArgument, KVDepotError, Unavailable
+from kvcore.memory import PoolMemory
+from kvcore.transfer import BlockStatus, GroupHashes
+from kvdepot.v1 import transfer_pb2 as pb
+from kvserver.config import ServerConfig
+from kvserver.contents import block_contents
+from kvserver.data_plane import ImportJob, ImportProgress, ImportReport
+from kvserver.serve import Server
+
+_REPORTED = {
+    BlockStatus.READY: pb.IMPORT_STATUS_IMPORTED,
+    BlockStatus.PENDING: pb.IMPORT_STATUS_PENDING,
+    BlockStatus.MISSING: pb.IMPORT_STATUS_MISSING,
+}
+
+
+class FakeDataPlane:
+    """Copies from ``peers``, which are servers of this process, by their names.
+
+    ``mode``: "copy", and after it the import "hang"s, the process "die"s, the peer
+    "refuse"s, or progress is told without end ("chatter").
+    """
+
+    def __init__(self, config: ServerConfig, memory: PoolMemory) -> None:
+        self.pulled_bytes = 0
+        self.memory = memory
+        self.peers: dict[str, Server] = {}
+        self.mode = "copy"
+        self.opened: dict[str, dict[int, list[int]]] = {}
+        self.jobs: list[ImportJob] = []
+        self.num_ended = 0
+        self.is_running = False
+        # Not set: bytes may still land, so that no import can end.
+        self.settled = asyncio.Event()
+        self.settled.set()
+
+    async def start(self) -> None:
+        """As DataPlane's."""
+        self.is_running = True
+
+    async def close(self) -> None:
+        """As DataPlane's."""
+        self.is_running = False
+        self.settled.set()
+
+    def reach(self) -> pb.Reach:
+        """As DataPlane's."""
+        return pb.Reach(host_id="host", data_address=":1")
+
+    def open_transfer(self, transfer_id: str, blocks: Mapping[int, Sequence[int]]) -> None:
+        """As DataPlane's."""
+        self.opened[transfer_id] = {group: list(ids) for group, ids in blocks.items()}
+
+    def close_transfer(self, transfer_id: str) -> None:
+        """As DataPlane's."""
+        del self.opened[transfer_id]
+
+    async def import_blocks(self, job: ImportJob) -> AsyncIterator[ImportProgress | ImportReport]:
+        """As DataPlane's."""
+        self.jobs.append(job)
+        try:
+            if self.mode == "refuse":
+                raise Unavailable(f"{job.peer} does not answer", reason="UNAVAILABLE")
+            if job.peer not in self.peers:
+                raise InvalidArgument(f"there is no peer {job.peer!r}", field="peer")
+            report = self._copy(job)
+            yield ImportProgress(report.num_blocks, report.num_bytes, report.path)
+            if self.mode == "die":
+                raise RuntimeError("the process that copies died")
+            if self.mode == "hang":
+                await asyncio.Event().wait()
+            while self.mode == "chatter":
+                yield ImportProgress(1, 1, pb.TRANSFER_PATH_GRPC)
+                await asyncio.sleep(0)
+            yield report
+        finally:
+            await self.settled.wait()
+            self.num_ended += 1
+
+    def _copy(self, job: ImportJob) -> ImportReport:
+        """All at once. What the peer does not vouch for at the end has failed."""
+        source = self.peers[job.peer].node
+        assert source.data_plane is not None
+        assert isinstance(source.data_plane, FakeDataPlane)
+        transfer = source.depot.transfers.open_hashes(
+            "", [GroupHashes(group.group, group.hashes) for group in job.groups]
+        )
+        statuses: dict[int, bytes] = {}
+        contents: dict[int, list[pb.BlockContent]] = {}
+        num_blocks = num_bytes = 0
+        for wanted, group in zip(job.groups, transfer.groups, strict=True):
+            statuses[group.group] = bytes(_REPORTED[BlockStatus(s)] for s in group.statuses)
+            contents[group.group] = block_contents(source.depot.pool, group)
+            for block, block_id in zip(group.blocks, wanted.block_ids, strict=True):
+                if block is not None:
+                    pages = source.data_plane.memory.block_pages(block.block_id, group.group)
+                    write_pages(self.memory, block_id, group.group, pages)
+                    num_blocks += 1
+                    num_bytes += len(pages)
+        failures = []
+        try:
+            source.depot.transfers.close(transfer.transfer_id)
+        except KVDepotError as error:
+            failures = [pb.PathFailure(path=pb.TRANSFER_PATH_GRPC, reason=error.reason)]
+            statuses = {
+                group: bytes([pb.IMPORT_STATUS_FAILED] * len(column))
+                for group, column in statuses.items()
+            }
+        return ImportReport(
+            num_blocks=num_blocks,
+            num_bytes=num_bytes,
+            path=pb.TRANSFER_PATH_GRPC,
+            statuses=statuses,
+            contents=contents if job.contents else {},
+            failures=failures,
+        )
+
+
+def write_pages(memory: PoolMemory, block_id: int, group: int, pages: bytes) -> None:
+    """What ``block_pages`` answers is there afterwards."""
+    with Path(memory.path).open("r+b") as file:
+        for first, stride, nbytes in memory._pages[group]:
+            file.seek(first + block_id * stride)
+            file.write(pages[:nbytes])
+            pages = pages[nbytes:]

@@ -1,0 +1,404 @@
+"""Imports by every path: bytes right or not there, and an end for certain."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcore.errors import FailedPrecondition, Unavailable
+from kvdepot.v1 import transfer_pb2 as pb
+from moving import FAILED, IMPORTED, MISSING, PENDING, MovingNode, eventually, kill, moving, pairs
+
+Start = Callable[..., MovingNode]
+
+MAPPING, NIXL, GRPC = pb.TRANSFER_PATH_MAPPING, pb.TRANSFER_PATH_NIXL, pb.TRANSFER_PATH_GRPC
+needs_nixl = pytest.mark.skipif(
+    importlib.util.find_spec("nixl_cu12") is None, reason="NIXL is not installed"
+)
+PATHS = [
+    pytest.param(MAPPING, id="mapping"),
+    pytest.param(NIXL, id="nixl", marks=needs_nixl),
+    pytest.param(GRPC, id="grpc"),
+]
+# A block has 24 pages of 8 KiB.
+LARGE = {"model": "qwen2-0.5b"}
+
+
+@pytest.fixture
+def start(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Start]:
+    """Starts nodes; they offer NIXL, which takes a second to load, to tests of that path."""
+    parameters = getattr(request.node, "callspec", None)
+    path = parameters.params.get("path", 0) if parameters is not None else 0
+    devices = "lo" if path == NIXL else "none"
+    with moving(tmp_path) as starter:
+        yield lambda **options: starter(**({"nixl_devices": devices} | options))
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Nodes that the module's tests share: of equal keywords the same."""
+    made: dict[str, MovingNode] = {}
+    with moving(tmp_path_factory.mktemp("nodes")) as starter:
+
+        def node(number: int = 0, **options: Any) -> MovingNode:
+            key = f"{number} {sorted(options.items())}"
+            if key not in made:
+                made[key] = starter(**options)
+            made[key].reset()
+            return made[key]
+
+        yield node
+
+
+def both(kept: Start, **options: Any) -> tuple[MovingNode, MovingNode]:
+    """Shared nodes with random bytes."""
+    source, destination = kept(1, **options), kept(2, **options)
+    source.fill(1)
+    destination.fill(2)
+    return source, destination
+
+
+def two(start: Start, **options: Any) -> tuple[MovingNode, MovingNode]:
+    """Nodes with random bytes."""
+    source, destination = start(**options), start(**options)
+    source.fill(1)
+    destination.fill(2)
+    return source, destination
+
+
+def assert_imported(
+    source: MovingNode, destination: MovingNode, blocks: dict[int, list[tuple[int, int]]]
+) -> None:
+    """The bytes are the same."""
+    for group, moved in blocks.items():
+        for theirs, ours in moved:
+            assert destination.read(group, ours) == source.read(group, theirs)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("source_layout", "destination_layout"),
+    [("block", "block"), ("layer", "layer"), ("block", "layer"), ("layer", "block")],
+)
+def test_bytes_are_right(
+    kept: Start, path: int, source_layout: str, destination_layout: str
+) -> None:
+    source = kept(1, **LARGE, layout=source_layout)
+    destination = kept(2, **LARGE, layout=destination_layout)
+    source.fill(1)
+    blocks = {0: pairs(range(1, 30), 7)}
+    untouched = [destination.read(0, block_id) for block_id in (5, 6, 7)]
+    for checksums in (False, True):
+        destination.fill(2 + checksums)
+        untouched = [destination.read(0, block_id) for block_id in (5, 6, 7)]
+        job = destination.job(source, blocks, paths=[path], checksums=checksums)
+        report, _ = destination.run_import(job)
+        assert list(report.failures) == []
+        assert (report.num_blocks, report.path) == (29, path)
+        assert report.num_bytes == 29 * 24 * 8192
+        assert report.statuses == {0: bytes([IMPORTED]) * 29}
+        assert_imported(source, destination, blocks)
+        assert [destination.read(0, block_id) for block_id in (5, 6, 7)] == untouched
+    assert source.transfers == set()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("model", ["gemma-like", "mamba-hybrid"])
+def test_groups_of_a_hybrid_model(kept: Start, path: int, model: str) -> None:
+    source, destination = both(kept, model=model)
+    blocks = {0: pairs([1, 2], 3), 1: pairs([7, 8, 9], 5), 2: pairs([20], 0)}
+    report, _ = destination.run_import(destination.job(source, blocks, paths=[path]))
+    assert list(report.failures) == []
+    assert report.statuses == {
+        group: bytes([IMPORTED]) * len(moved) for group, moved in blocks.items()
+    }
+    assert_imported(source, destination, blocks)
+
+
+def test_every_hash_is_answered(kept: Start) -> None:
+    source, destination = both(kept)
+    blocks = {0: [(1, 1), (99, 2), (3, 3), (4, 4)]}
+    job = destination.job(source, blocks, contents=True)
+    source.pending.add(job.groups[0].hashes[2])
+    report, _ = destination.run_import(job)
+    assert report.statuses == {0: bytes([IMPORTED, MISSING, PENDING, IMPORTED])}
+    assert report.path == MAPPING
+    contents = [content.stored.block_hashes[0] for content in report.contents[0]]
+    assert contents == [job.groups[0].hashes[0], job.groups[0].hashes[3]]
+    assert_imported(source, destination, {0: [(1, 1), (4, 4)]})
+
+
+@pytest.mark.parametrize(
+    ("host_id", "hidden", "expected"),
+    [
+        pytest.param(None, False, MAPPING, id="same host"),
+        pytest.param("another", False, NIXL, id="another host", marks=needs_nixl),
+        pytest.param(None, True, NIXL, id="another file system", marks=needs_nixl),
+    ],
+)
+def test_the_best_path_that_works_is_taken(
+    kept: Start,
+    host_id: str | None,
+    hidden: bool,
+    expected: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source, destination = both(kept)
+    source.host_id = host_id
+    if hidden:
+        monkeypatch.setattr(source, "shown_path", source.memory.path + ".elsewhere")
+    blocks = {0: pairs(range(1, 9), 1)}
+    report, _ = destination.run_import(destination.job(source, blocks))
+    assert report.path == expected
+    failures = [(failure.path, failure.reason) for failure in report.failures]
+    reason = f"{source.memory.path}.elsewhere: No such file or directory"
+    assert failures == ([(MAPPING, reason)] if hidden else [])
+    assert_imported(source, destination, blocks)
+
+
+def test_without_nixl_the_stream_is_next(start: Start) -> None:
+    source, destination = start(nixl_devices="lo"), start()
+    source.fill(1)
+    source.host_id = "another"
+    blocks = {0: pairs(range(1, 9), 1)}
+    report, _ = destination.run_import(destination.job(source, blocks))
+    assert report.path == GRPC and not report.failures
+    assert_imported(source, destination, blocks)
+
+
+def test_a_file_that_no_living_server_keeps_is_not_mapped(start: Start, tmp_path: Path) -> None:
+    source, destination = two(start)
+    left_behind = tmp_path / "left-behind"
+    left_behind.write_bytes(bytes(source.memory.nbytes))
+    source.pool.mappings[0].file.path = str(left_behind)
+    blocks = {0: pairs(range(1, 9), 1)}
+    job = destination.job(source, blocks, paths=[MAPPING, GRPC])
+    report, _ = destination.run_import(job)
+    (failure,) = report.failures
+    assert failure.path == MAPPING and "its server is gone" in failure.reason
+    assert report.path == GRPC
+    assert_imported(source, destination, blocks)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_byte_that_changed_on_the_way_is_found(
+    start: Start, path: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes come from a file that differs by a bit from the one that is hashed."""
+    source, other, destination = start(**LARGE), start(**LARGE), start(**LARGE)
+    for node in (source, other):
+        node.fill(1)
+    other.flip(0, 3)
+    # The peer says that its bytes are where the other has them, but hashes its own.
+    reach = source.handle.reach()
+    if path == MAPPING:
+        source.handle._pool = other.pool
+        source.handle._pool.fingerprint = source.fingerprint
+    elif path == NIXL:
+        theirs = other.handle.reach()
+        reach.nixl_agent = theirs.nixl_agent
+        reach.nixl_regions[0].CopyFrom(theirs.nixl_regions[0])
+        other.handle.open_transfer("so that it works for its peers", {})
+    else:
+        pytest.skip("a stream's checksums come with its bytes: test_mover_serving has it")
+    blocks = {0: pairs(range(1, 9), 1)}
+    report, _ = destination.run_import(destination.job(source, blocks, paths=[path]))
+    assert report.statuses == {0: bytes([IMPORTED] * 2 + [FAILED] + [IMPORTED] * 5)}
+    assert report.num_blocks == 7
+    (failure,) = report.failures
+    assert failure.path == path and "of 1 blocks" in failure.reason
+    # Another path may have it right.
+    job = destination.job(source, blocks, paths=[path, GRPC])
+    report, _ = destination.run_import(job)
+    assert report.statuses == {0: bytes([IMPORTED]) * 8}
+    assert report.path == GRPC and len(report.failures) == 1
+    assert_imported(source, destination, blocks)
+
+
+def test_nothing_counts_when_the_lease_ran_out_meanwhile(kept: Start) -> None:
+    source, destination = both(kept)
+    source.on_close = source.transfers.clear
+    blocks = {0: pairs(range(1, 9), 1)}
+    report, _ = destination.run_import(destination.job(source, blocks))
+    assert report.statuses == {0: bytes([FAILED]) * 8}
+    assert (report.num_blocks, report.num_bytes) == (0, 0)
+    (failure,) = report.failures
+    assert "CloseTransfer: NOT_FOUND" in failure.reason
+
+
+SLOW = {**LARGE, "import_bandwidth_bytes": 4 << 20}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_long_copy_renews_the_lease_and_tells_how_far_it_is(kept: Start, path: int) -> None:
+    source, destination = kept(1, **LARGE, layout="block"), kept(2, **SLOW)
+    source.lease_ttl_seconds = 0.6
+    began = time.monotonic()
+    job = destination.job(source, {0: pairs(range(1, 31), 1)}, paths=[path])
+    # In parts, as 30 blocks are one batch for some of the paths.
+    for _ in range(2):
+        report, progress = destination.run_import(job)
+        assert report.statuses == {0: bytes([IMPORTED]) * 30}
+        assert progress and progress[-1].path == path
+    # 6 MB each, at 4 MiB a second; what is booked is waited for by the next.
+    assert time.monotonic() - began > 1.0
+    assert source.num_renewals >= 1
+
+
+def test_a_lease_lost_during_the_copy_ends_it(kept: Start) -> None:
+    source = kept(1, **LARGE, layout="block")
+    destination = kept(**LARGE, import_bandwidth_bytes=1 << 20)
+    source.lease_ttl_seconds = 0.6
+    running = destination.begin_import(
+        destination.job(source, {0: pairs(range(1, 33), 0)}, paths=[GRPC])
+    )
+    eventually(lambda: bool(source.transfers))
+    for transfer_id in list(source.transfers):
+        source.transfers.discard(transfer_id)
+    report, _ = running.result()
+    assert report.statuses == {0: bytes([FAILED]) * 32}
+    assert any("the lease could not be renewed" in failure.reason for failure in report.failures)
+    assert running.seconds < 5
+
+
+def test_a_transfer_that_the_peer_closes_midway_ends_the_stream(start: Start) -> None:
+    source, destination = start(**LARGE, pull_bandwidth_bytes=2 << 20), start(**LARGE)
+    blocks = {0: pairs(range(1, 33), 0)}
+    running = destination.begin_import(destination.job(source, blocks, paths=[GRPC]))
+    eventually(lambda: bool(source.transfers))
+    for transfer_id in list(source.transfers):
+        source.expire(transfer_id)
+    report, _ = running.result()
+    assert report.statuses == {0: bytes([FAILED]) * 32}
+    assert any("UNKNOWN_TRANSFER" in failure.reason for failure in report.failures)
+
+
+def test_another_pool_is_refused(start: Start) -> None:
+    source, destination = start(), start(block_size=8)
+    with pytest.raises(FailedPrecondition) as caught:
+        destination.run_import(destination.job(source, {0: [(1, 1)]}))
+    assert (caught.value.reason, caught.value.field) == ("FINGERPRINT_MISMATCH", "peer")
+
+
+def test_a_peer_that_is_not_there_is_told(start: Start) -> None:
+    source, destination = two(start)
+    job = destination.job(source, {0: [(1, 1)]})
+    source.server.stop(0).wait()
+    with pytest.raises(Unavailable) as caught:
+        destination.run_import(job)
+    assert source.target in caught.value.message
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_peer_cut_short_is_told(start: Start, path: int) -> None:
+    if path == NIXL:
+        pytest.skip("the peer's agent reads its mapping, which nobody can guard")
+    source, destination = two(start)
+    os.truncate(source.memory.path, 4096)
+    report, _ = destination.run_import(destination.job(source, {0: [(32, 1)]}, paths=[path]))
+    assert report.statuses == {0: bytes([FAILED])}
+    (failure,) = report.failures
+    assert "MAPPING_TRUNCATED" in failure.reason
+    # Both go on.
+    os.truncate(source.memory.path, source.memory.nbytes)
+    report, _ = destination.run_import(destination.job(source, {0: [(32, 1)]}, paths=[path]))
+    assert report.statuses == {0: bytes([IMPORTED])}
+
+
+# --- ends ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_hung_peer_ends_by_the_deadline(start: Start, path: int) -> None:
+    source, destination = two(start, **LARGE)
+    blocks = {0: pairs(range(1, 33), 0)}
+    kill(source.serving_pid, signal.SIGSTOP)
+    try:
+        job = destination.job(source, blocks, paths=[path], deadline_seconds=2.0)
+        running = destination.begin_import(job)
+        report, _ = running.result()
+        assert running.seconds < 4.0
+        assert report.statuses == {0: bytes([FAILED]) * 32}
+        assert report.failures
+    finally:
+        kill(source.serving_pid, signal.SIGCONT)
+    # No byte comes late, and the next import works.
+    destination.fill(3)
+    before = [destination.read(0, block_id) for block_id in range(1, 33)]
+    time.sleep(0.3)
+    assert [destination.read(0, block_id) for block_id in range(1, 33)] == before
+    report, _ = destination.run_import(destination.job(source, blocks, paths=[path]))
+    assert report.statuses == {0: bytes([IMPORTED]) * 32}
+
+
+def test_a_killed_importer_fails_its_imports_and_is_replaced(start: Start) -> None:
+    source, destination = start(**LARGE), start(**SLOW)
+    blocks = {0: pairs(range(1, 33), 0)}
+    job = destination.job(source, blocks, paths=[GRPC])
+    running = destination.begin_import(job)
+    assert running.begun.wait(20)
+    kill(destination.importing_pid, signal.SIGKILL)
+    report, _ = running.result()
+    assert report.statuses == {0: bytes([FAILED]) * 32}
+    report, _ = destination.run_import(job)
+    assert report.statuses == {0: bytes([IMPORTED]) * 32}
+
+
+def test_an_import_that_another_took_down_is_run_again(start: Start) -> None:
+    source, hung, destination = start(**LARGE), start(**LARGE), start(**SLOW)
+    blocks = {0: pairs(range(1, 17), 0)}
+    other = {0: pairs(range(17, 33), 0)}
+    running = destination.begin_import(destination.job(source, blocks, paths=[GRPC]))
+    assert running.begun.wait(20)
+    process = destination.handle._imports._process
+    assert process is not None
+    number = max(process.inboxes) + 1
+    destination.loop.run(process.kill(number))  # as for an import that hangs
+    report, _ = running.result()
+    assert report.statuses == {0: bytes([IMPORTED]) * 16}
+    source.fill(1)
+    report, _ = destination.run_import(destination.job(hung, other, paths=[GRPC]))
+    assert report.statuses == {0: bytes([IMPORTED]) * 16}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_cancelled_import_writes_nothing_any_more(kept: Start, path: int) -> None:
+    source, destination = kept(1, **LARGE, layout="block"), kept(2, **SLOW)
+    source.fill(1)
+    blocks = {0: pairs(range(1, 33), 0)}
+    # Fills the bucket, so that the next is slow from the start.
+    destination.run_import(destination.job(source, blocks, paths=[GRPC]))
+    pid = destination.importing_pid
+    running = destination.begin_import(destination.job(source, blocks, paths=[path]))
+    eventually(lambda: bool(source.transfers))
+    running.cancel()
+    eventually(lambda: running.seconds > 0)
+    destination.fill(3)
+    before = [destination.read(0, block_id) for block_id in range(1, 33)]
+    time.sleep(0.5)
+    assert [destination.read(0, block_id) for block_id in range(1, 33)] == before
+    eventually(lambda: not source.transfers)
+    assert destination.importing_pid == pid  # it ended by itself
+
+
+def test_an_importer_that_hears_nothing_is_killed_when_its_import_is_cancelled(
+    start: Start,
+) -> None:
+    source, destination = start(**LARGE), start(**SLOW)
+    running = destination.begin_import(
+        destination.job(source, {0: pairs(range(1, 33), 0)}, paths=[GRPC])
+    )
+    assert running.begun.wait(20)
+    pid = destination.importing_pid
+    kill(pid, signal.SIGSTOP)
+    running.cancel()
+    eventually(lambda: running.seconds > 0)
+    with pytest.raises(ProcessLookupError):
+        kill(pid, 0)
