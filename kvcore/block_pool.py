@@ -140,7 +140,7 @@ class BlockPool:
         residency = self.residency
         for block in blocks:
             if block.held_by is not None:
-                view.release(block)
+                view.take_back(block)
             if block.block_hash is not None:
                 self._drop_content(block)
                 self.num_cached_blocks -= 1

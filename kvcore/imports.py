@@ -59,7 +59,8 @@ class Imports:
 
         Of each group those that are full and that its attention keeps. The request must
         have been allocated with ``delay_cache_blocks``; while the import runs it cannot be
-        allocated more, nor confirmed.
+        allocated more, nor confirmed. Bytes do not wait for the session's steps, as its
+        workers do: none of the blocks may be in use by a step in flight.
         """
         request = find_named(session, request_id)
         if request.importing is not None:
@@ -86,6 +87,14 @@ class Imports:
                 raise FailedPrecondition(
                     f"blocks of request {request_id!r} are in use by a transfer",
                     reason="SHARED_BLOCK",
+                    field="request.request_id",
+                    retryable=True,
+                )
+            if any(b.block_id in session.view.retaken for b in blocks):
+                raise FailedPrecondition(
+                    f"a step in flight may still use blocks of request {request_id!r}, which the "
+                    "session freed in it and took again: import once it has completed",
+                    reason="STEP_IN_FLIGHT",
                     field="request.request_id",
                     retryable=True,
                 )

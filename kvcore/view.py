@@ -40,6 +40,7 @@ class PoolView:
         "last_use_step",
         "num_held_blocks",
         "pool",
+        "retaken",
         "step",
     )
 
@@ -55,6 +56,9 @@ class PoolView:
         self._held: deque[tuple[int, list[KVCacheBlock]]] = deque()
         # Free blocks that others must not take yet.
         self.num_held_blocks = 0
+        # By id, blocks that this view freed and took again, and the step, not completed yet,
+        # that may still use them. Its workers run steps in order; nobody else waits for them.
+        self.retaken: dict[int, int] = {}
 
     def begin_step(self, step: int, completed_step: int, *, is_synchronous: bool = False) -> None:
         """Enter ``step``; the writes of ``completed_step`` and before have ended.
@@ -129,6 +133,11 @@ class PoolView:
         }
         return list(blocks.values())
 
+    def take_back(self, block: KVCacheBlock) -> None:
+        """This view, which a free block is held back for, takes it itself."""
+        self.retaken[block.block_id] = block.held_step
+        self.release(block)
+
     def release(self, block: KVCacheBlock) -> None:
         """``block`` is no longer free, or no longer held back."""
         block.held_by = None
@@ -153,3 +162,5 @@ class PoolView:
                     self.pool.holds.end(block)
         self.num_held_blocks -= num_released
         self.pool.num_held_blocks -= num_released
+        if self.retaken:
+            self.retaken = {i: step for i, step in self.retaken.items() if step > completed}

@@ -353,6 +353,28 @@ def test_a_request_is_freed_midway(mode: FreeMode) -> None:
     assert depot.allocate_slots(session, again).outcome is Outcome.OK
 
 
+def test_blocks_that_a_step_in_flight_may_use_are_not_filled_for_a_request() -> None:
+    """A session may take back at once what it freed: its workers wait, an import does not."""
+    depot = make_depot(6)
+    session = depot.open_session("")
+    session.begin(1, 0)
+    depot.allocate_slots(session, SlotRequest("a", content(range(50, 60))))
+    depot.free(session, "a", FreeMode.FINISH, False)
+    delay(depot, session, "b", range(9), 8)
+    session.begin(2, 0)
+    with pytest.raises(FailedPrecondition) as caught:
+        depot.imports.begin_request("peer", session, "b")
+    assert (caught.value.reason, caught.value.retryable) == ("STEP_IN_FLIGHT", True)
+    assert states(depot) == {"live": 2, "quarantined": 2, "free": 1}
+    session.begin(3, 1)
+    found = depot.imports.begin_request("peer", session, "b")
+    assert depot.imports.finish(found, {0: [Filled(IMPORTED)] * 2}).num_tokens == 8
+    # Blocks that no step in flight has used are filled at once.
+    delay(depot, session, "c", range(70, 79), 8)
+    depot.imports.finish(depot.imports.begin_request("peer", session, "c"), None)
+    assert check(depot) == []
+
+
 def test_a_preempted_request_is_admitted_anew_while_its_old_blocks_are_filled() -> None:
     depot = make_depot(9)
     session = depot.open_session("")

@@ -31,6 +31,9 @@ class Transfers(Sessions):
         # The ids of the blocks that each keeps.
         self.transfers: dict[Transfer, set[int]] = {}
         self.imports: dict[Import, set[int]] = {}
+        # Of each session, what it held last, and in which step it let go of a block.
+        self.held: dict[Session, set[int]] = {}
+        self.left_in: dict[Session, dict[int, int]] = {}
 
     def _pinned(self) -> set[int]:
         return set().union(*self.transfers.values(), *self.imports.values())
@@ -171,9 +174,21 @@ class Transfers(Sessions):
             with pytest.raises(FailedPrecondition):
                 self.depot.imports.begin_request("peer", session, name)
             return
-        found = self.depot.imports.begin_request("peer", session, name)
+        completed_step = session.view.completed_step
+        left_in = self.left_in.get(session, {})
+        in_flight = {block_id for block_id, step in left_in.items() if step > completed_step}
+        found = refused = None
+        try:
+            found = self.depot.imports.begin_request("peer", session, name)
+        except FailedPrecondition as error:
+            refused = error.reason
+        if found is None:
+            assert refused == "STEP_IN_FLIGHT"
+            assert in_flight & _held(session, name)
+            return
         ids = {block_id for _, block_id in _wanted(found)}
         assert ids <= _held(session, name)
+        assert not ids & in_flight
         assert not ids & self._pinned()
         self.imports[found] = ids
 
@@ -236,6 +251,14 @@ class Transfers(Sessions):
             self.depot.cache_blocks(self.sessions[who], name, None, request.num_computed_tokens)
 
     # --- what holds all the while -----------------------------------------------------
+
+    @invariant()
+    def what_a_step_lets_go_of_is_noted(self) -> None:
+        for session in self.sessions:
+            held = {block.block_id for block in self._blocks_of(session)}
+            for block_id in self.held.get(session, held) - held:
+                self.left_in.setdefault(session, {})[block_id] = session.view.step
+            self.held[session] = held
 
     @invariant()
     def what_is_pinned_is_kept(self) -> None:
