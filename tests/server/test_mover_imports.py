@@ -173,6 +173,23 @@ def test_without_nixl_the_stream_is_next(start: Start) -> None:
     assert_imported(source, destination, blocks)
 
 
+@needs_nixl
+def test_when_the_peers_agent_dies_the_stream_is_next(start: Start) -> None:
+    source, destination = two(start, nixl_devices="lo")
+    source.host_id = "another"
+    blocks = {0: pairs(range(1, 9), 1)}
+    destination.run_import(destination.job(source, blocks))  # loads NIXL
+    pid = source.serving_pid
+    kill(pid, signal.SIGSTOP)
+    running = destination.begin_import(destination.job(source, blocks))
+    time.sleep(0.5)  # the read begins, and waits for an answer
+    kill(pid, signal.SIGKILL)
+    report, _ = running.result()
+    first = report.failures[0]
+    assert first.path == NIXL and "the read failed: nixlRemoteDisconnectError" in first.reason
+    assert report.path == GRPC  # where another process serves by now, or not yet
+
+
 def test_a_file_that_no_living_server_keeps_is_not_mapped(start: Start, tmp_path: Path) -> None:
     source, destination = two(start)
     left_behind = tmp_path / "left-behind"

@@ -13,6 +13,7 @@ import secrets
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 from kvserver.mover.pages import PoolFile
@@ -85,8 +86,12 @@ class ServingAgent:
             time.sleep(_PROGRESS_SECONDS)
 
 
+class AgentFailed(Exception):
+    """NIXL does not do what it was asked for: its own exceptions share no base."""
+
+
 class ReadingAgent:
-    """Reads from peers into the pool. For use from any thread."""
+    """Reads from peers into the pool. For use from any thread. Raises AgentFailed."""
 
     def __init__(self, file: PoolFile, devices: str) -> None:
         # The agent is not thread-safe as it is made here.
@@ -101,7 +106,7 @@ class ReadingAgent:
 
     def connect(self, metadata: bytes) -> str:
         """A peer's name, until ``disconnect`` was called as often."""
-        with self._lock:
+        with self._lock, _translated():
             name = str(self._agent.add_remote_agent(metadata), "utf-8")
             self._peers[name] += 1
             return name
@@ -117,22 +122,22 @@ class ReadingAgent:
 
     def prepare(self, name: str, descriptors: Any) -> Any:
         """A list of (address, nbytes, device) rows of ``name``; of "": our own."""
-        with self._lock:
+        with self._lock, _translated():
             return self._agent.prep_xfer_dlist(name or "NIXL_INIT_AGENT", descriptors, "DRAM")
 
     def read(self, ours: Any, theirs: Any, rows: Any) -> Any:
         """Begin to read ``rows`` of the prepared lists."""
-        with self._lock:
+        with self._lock, _translated():
             reading = self._agent.make_prepped_xfer("READ", ours, rows, theirs, rows)
             self._agent.transfer(reading)
             return reading
 
     def done(self, reading: Any) -> bool:
         """Whether the bytes are here. Raises when they will not come."""
-        with self._lock:
+        with self._lock, _translated():
             state = self._agent.check_xfer_state(reading)
         if state == "ERR":
-            raise RuntimeError("the transfer failed")
+            raise AgentFailed("the transfer failed")
         return bool(state == "DONE")
 
     def release(self, *handles: Any) -> None:
@@ -141,3 +146,11 @@ class ReadingAgent:
             for handle in handles:
                 with contextlib.suppress(Exception):
                     handle.release()
+
+
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise AgentFailed(f"{type(error).__name__}: {error}") from None

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvserver.mover.copying import Copy, PathFailed, Stuck, Task
-from kvserver.mover.nixl import ReadingAgent
+from kvserver.mover.nixl import AgentFailed, ReadingAgent
 from kvserver.mover.pages import Piece, file_of, pieces_of
 
 BATCH_BYTES = 16 << 20
@@ -32,12 +32,14 @@ def run(task: Task, agent: ReadingAgent) -> None:
         raise PathFailed("the peer's memory is not of a kind that is read here")
     try:
         name = agent.connect(task.reach.nixl_agent)
-    except Exception as error:
+    except AgentFailed as error:
         raise PathFailed(f"the peer's agent cannot be met: {error}") from None
     try:
         for copy in task.copies:
             if len(copy.left()):
                 _read(task, copy, agent, name, region.address)
+    except AgentFailed as error:
+        raise PathFailed(f"the read failed: {error}") from None
     finally:
         agent.disconnect(name)
 
@@ -84,15 +86,12 @@ def _rows(pieces: Sequence[Piece], ids: Any, address: int, *, theirs: bool = Fal
 
 
 def _wait(task: Task, agent: ReadingAgent, reading: Any) -> None:
-    try:
-        while True:
-            for _ in range(_POLLS):
-                if agent.done(reading):
-                    return
-                time.sleep(_POLL_SECONDS)
-            task.check()
-    except RuntimeError as error:
-        raise PathFailed(f"the read failed: {error}") from None
+    while True:
+        for _ in range(_POLLS):
+            if agent.done(reading):
+                return
+            time.sleep(_POLL_SECONDS)
+        task.check()
 
 
 def _settle(agent: ReadingAgent, readings: Sequence[Any]) -> None:
@@ -103,7 +102,7 @@ def _settle(agent: ReadingAgent, readings: Sequence[Any]) -> None:
             try:
                 if agent.done(reading):
                     break
-            except Exception:
+            except AgentFailed:
                 break
             if time.monotonic() > until:
                 raise Stuck
