@@ -366,6 +366,25 @@ def request_of(request_id: str, tokens: list[int]) -> Any:
     )
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_others_read_nothing_of_a_step_before_it_has_ended(client: Client, strict: bool) -> None:
+    """A Scheduler makes many calls in one step, and its workers write when it is scheduled."""
+    with client.open_session("first") as first, client.open_session("second") as second:
+        facade = Facade(first, strict=strict)
+        prompts = {name: [*name.encode(), *range(9)] for name in "abc"}
+        seen = []
+        for names in ("ab", "c"):
+            facade.new_step_starts()
+            for name in names:
+                request = request_of(name, prompts[name])
+                facade.get_computed_blocks(request)
+                assert facade.allocate_slots(request, 10) is not None
+                hit = second.get_computed_blocks(f"behind {name}", prompts["a"])
+                seen.append(hit.num_computed_tokens)
+        assert seen == [0, 0, 8]
+        facade.close()
+
+
 def test_a_hit_that_changed_does_not_fit(client: Client) -> None:
     """Another session takes the cached blocks between lookup and allocation."""
     with client.open_session("first") as first, client.open_session("second") as second:
@@ -374,6 +393,7 @@ def test_a_hit_that_changed_does_not_fit(client: Client) -> None:
         facade.get_computed_blocks(old)
         assert facade.allocate_slots(old, 8) is not None
         facade.free(old)
+        facade.new_step_starts()
         new = request_of("new", list(range(9)))
         hit, num_hit = facade.get_computed_blocks(new)
         assert num_hit == 8

@@ -53,9 +53,9 @@ class KVCacheManager(Books):
     growth strict.
 
     ``steps_in_flight`` is how many steps the scheduler runs ahead (1: synchronous, 2:
-    vLLM's AsyncScheduler); other sessions hit a block when its step has ended. None: each
-    call ends what was before it, which a scheduler that waits for its workers may say; not
-    one with Mamba groups, whose states of the present step must not be hit yet.
+    vLLM's AsyncScheduler), each begun by ``new_step_starts``; other sessions and peers read
+    a block when its step has ended. None: each call ends what was before it, which only a
+    scheduler may say whose workers write what a call gave before the next one is made.
 
     CacheLost passes through: make a new one over the reopened session, and admit the
     requests again.
@@ -70,7 +70,7 @@ class KVCacheManager(Books):
         *,
         strict: bool = False,
         log_stats: bool = True,
-        steps_in_flight: int | None = None,
+        steps_in_flight: int | None = 1,
     ) -> None:
         if steps_in_flight is not None and steps_in_flight < 1:
             raise InvalidArgument("at least one step is in flight", field="steps_in_flight")
@@ -80,7 +80,7 @@ class KVCacheManager(Books):
         self.coordinator = Coordinator()
         self._stream = session.step_stream()
         self._steps_in_flight = steps_in_flight
-        self._step = 0
+        self._step = 1
         self._detached: dict[int, BlockTables] = {}
         self._growth: LazyGrowth | None = None
         self._outbox = Outbox(self._stream, self._mark, self._answered)
