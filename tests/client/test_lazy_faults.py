@@ -252,3 +252,42 @@ def test_unavailable_passes_through(serve: Any) -> None:
         with pytest.raises((Unavailable, CacheLost)):
             decode()
         facade.close()
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_answer_that_was_not_heard_is_made_up_for(serve: Any, strict: bool) -> None:
+    """Whoever asks again after an error has in its tables what the server has in its own."""
+    server = serve(num_blocks=NUM_BLOCKS)
+    wire = Wire(server.target)
+    with Client(wire.target, timeout_s=0.4) as far, server.client() as near:
+        facade = KVCacheManager(far.open_session(), strict=strict)
+        seen, fresh, gone = (Request(name, [*name.encode(), *range(7)], 8, 8) for name in "sfg")
+
+        def lost(request: Request, num_new_tokens: int) -> None:
+            wire.losing = True
+            with pytest.raises(Exception, match=r"no answer|not begun|Deadline"):
+                facade.allocate_slots(request, num_new_tokens)
+            wire.cut()
+
+        facade.new_step_starts()
+        facade.get_computed_blocks(seen)
+        lost(gone, 8)
+        for request in (seen, fresh):
+            lost(request, 8)
+            facade.get_computed_blocks(request)
+            blocks = facade.allocate_slots(request, 8)
+            assert blocks is not None and len(blocks.get_block_ids()[0]) == 2
+            assert facade.get_blocks(request.request_id) == blocks
+        fresh.num_computed_tokens = 8
+        fresh.all_token_ids += range(50, 62)
+        lost(fresh, 12)
+        blocks = facade.allocate_slots(fresh, 12)
+        assert blocks is not None and len(blocks.get_block_ids()[0]) >= 1
+        assert len(facade.get_block_ids("f")[0]) == 5
+        for request in (seen, fresh, gone):
+            request.finished = True
+            facade.free(request)
+        facade.settle()
+        assert near.stats().blocks.live == 0 and near.list_requests().requests == ()
+        facade.close()
+    wire.close()

@@ -110,8 +110,7 @@ class LazyGrowth:
             return
         known.num_asked -= 1
         if ask.outcome is _OK:
-            for reserve, blocks in zip(known.reserve, ask.new_blocks, strict=True):
-                reserve.extend(blocks)
+            known.hold(ask.new_blocks)
             if ask.end > known.held_end:
                 known.held_end = ask.end
             return

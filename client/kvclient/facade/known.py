@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvclient.tables import RequestTables
+from kvclient.values import BlockTables
 
 NEVER = 1 << 62
 """An end that no request reaches."""
@@ -43,7 +44,7 @@ class KnownRequest:
         # Counts its frees: an answer to what an earlier life asked for is none of its own.
         self.life = 0
         # Blocks that the server gave and that are in no table yet, by group.
-        self.reserve: tuple[list[int], ...] = ()
+        self.reserve: BlockTables = ()
         # Slots in the tables; those and the reserve; those and what is asked for.
         self.table_end = 0
         self.held_end = 0
@@ -58,6 +59,13 @@ class KnownRequest:
         # A growth that ends before this, with this lookahead, changes nothing anywhere.
         self.quiet_end = 0
         self.lookahead = 0
+
+    def hold(self, blocks: BlockTables) -> None:
+        """The server gave these, behind what it gave before."""
+        if not self.reserve:
+            self.reserve = tuple([] for _ in blocks)
+        for held, new in zip(self.reserve, blocks, strict=True):
+            held.extend(new)
 
     def end(self) -> None:
         """It holds nothing any more."""

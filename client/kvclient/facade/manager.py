@@ -23,6 +23,7 @@ from kvclient.values import (
     Outcome,
     ResetMode,
     SlotRequest,
+    SlotResult,
     StepMark,
 )
 
@@ -83,7 +84,7 @@ class KVCacheManager(Books):
         self._step = 1
         self._detached: dict[int, BlockTables] = {}
         self._growth: LazyGrowth | None = None
-        self._outbox = Outbox(self._stream, self._mark, self._answered)
+        self._outbox = Outbox(self._stream, self._mark, self._answered, self._unheard)
         if not strict and is_certain(session.pool):
             self._growth = LazyGrowth(session.pool, self._tables, self._outbox)
 
@@ -315,10 +316,8 @@ class KVCacheManager(Books):
         else:
             # Those held ahead come first in the server's table.
             if any(known.reserve):
-                new_blocks = tuple(
-                    [*held, *new] for held, new in zip(known.reserve, new_blocks, strict=True)
-                )
-                known.reserve = ()
+                known.hold(new_blocks)
+                new_blocks, known.reserve = known.reserve, ()
             self._tables.grow(known.tables, new_blocks)
         if self._growth is not None and known.running:
             self._growth.begin(
@@ -361,12 +360,26 @@ class KVCacheManager(Books):
         known.tables.skip(request.num_computed_tokens)
         if ask.outcome is not Outcome.OK:
             return None
-        self._tables.grow(known.tables, ask.new_blocks)
-        return self._blocks(ask.new_blocks)
+        new_blocks, known.reserve = known.reserve, ()
+        self._tables.grow(known.tables, new_blocks)
+        return self._blocks(new_blocks)
 
     def _answered(self, ask: Ask) -> None:
         if self._growth is not None:
             self._growth.answered(ask)
+        elif ask.outcome is Outcome.OK and ask.life == ask.known.life:
+            ask.known.hold(ask.new_blocks)
+
+    def _unheard(self, result: SlotResult) -> None:
+        """Its caller knows nothing of it, and may ask again: it must find all as it was."""
+        if result.outcome is not Outcome.OK:
+            return
+        known = next((k for k in self._known.values() if k.handle == result.handle), None)
+        if known is not None and known.tables is not None:
+            known.hold(result.new_blocks)
+        else:
+            mode = FreeMode.FINISH if known is None else FreeMode.PREEMPT
+            self._outbox.give_back(result.handle, mode)
 
     def _mark(self) -> StepMark | None:
         if self._steps_in_flight is None:

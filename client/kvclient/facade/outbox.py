@@ -17,6 +17,7 @@ from kvclient.values import (
     OperationKind,
     Outcome,
     SlotRequest,
+    SlotResult,
     Step,
     StepMark,
     StepResult,
@@ -82,24 +83,29 @@ class Outbox:
     """Operations for one StepStream.
 
     What is queued goes out in order with whatever is sent next; asks ahead last, so that
-    they take no block from what cannot wait. ``on_answer`` is told of each answered ask.
+    they take no block from what cannot wait. ``on_answer`` is told of each answered ask,
+    ``on_unheard`` of an admission whose caller has got an error instead of its answer.
     """
 
     def __init__(
         self,
         stream: StepStream,
         mark: Callable[[], StepMark | None],
-        on_answer: Callable[[Ask], None] | None = None,
+        on_answer: Callable[[Ask], None],
+        on_unheard: Callable[[SlotResult], None],
     ) -> None:
         self._stream = stream
         self._mark = mark
         self._on_answer = on_answer
+        self._on_unheard = on_unheard
         # Cache and Free operations and asks: in order.
         self._queue: list[tuple[OperationKind, object, int]] = []
         # Of the asks among them: a Step has one.
         self._lookahead: int | None = None
         self._ahead: list[Ask] = []
         self._sent: deque[tuple[PendingStep, list[Ask]]] = deque()
+        # Of those sent, with admissions.
+        self._num_admitting = 0
         # At the last answer, for this session.
         self.num_free_blocks: int | None = None
 
@@ -118,6 +124,10 @@ class Outbox:
                     known.num_tokens = min(known.num_tokens, ask.offset)
             self._ahead = [ask for ask in self._ahead if ask.known is not known]
         self._add(OperationKind.FREE, known.handle, mode)
+
+    def give_back(self, handle: int, mode: FreeMode) -> None:
+        """Free, before all that waits, what an admission that was not heard of gave."""
+        self._queue.insert(0, (OperationKind.FREE, handle, mode))
 
     def grow(self, ask: Ask) -> None:
         """Growth that does not wait for the end of the step."""
@@ -145,6 +155,7 @@ class Outbox:
 
     def flush(self) -> None:
         """Sends what is queued, if anything is; its answer is read later."""
+        self._hear()
         if self._queue or self._ahead:
             self._send(with_ahead=True)
 
@@ -153,7 +164,12 @@ class Outbox:
 
         Without ``with_ahead``, asks ahead wait on.
         """
-        return self._answer_to(self._send(admissions, with_ahead=with_ahead, is_awaited=True))
+        self._hear()
+        pending = self._send(admissions, with_ahead=with_ahead, is_awaited=True)
+        while True:
+            read, result = self._read(pending)
+            if read is pending:
+                return result
 
     def collect(self) -> None:
         """Reads the answers that are here."""
@@ -223,28 +239,32 @@ class Outbox:
         if with_ahead:
             self._ahead = []
         self._sent.append((pending, asks))
+        self._num_admitting += bool(admissions)
         return pending
 
-    def _answer_to(self, pending: PendingStep) -> StepResult:
-        while True:
-            read, result = self._read()
-            if read is pending:
-                return result
+    def _hear(self) -> None:
+        """Reads on until no admission is without an answer."""
+        while self._num_admitting:
+            self._read()
 
-    def _read(self) -> tuple[PendingStep, StepResult]:
+    def _read(self, awaited: PendingStep | None = None) -> tuple[PendingStep, StepResult]:
         """The answer to the oldest message; what waits for it is told."""
         pending, asks = self._sent[0]
         result = pending.result()
         self._sent.popleft()
         self.num_free_blocks = result.free_blocks
+        if result.admissions:
+            self._num_admitting -= 1
+            if pending is not awaited:
+                for admission in result.admissions:
+                    self._on_unheard(admission)
         if asks:
             outcomes = result.grow.outcomes
             columns = [result.grow.new_blocks(group) for group in range(len(result.grow.counts))]
             for index, ask in enumerate(asks):
                 ask.outcome = Outcome(outcomes[index]) if outcomes else _OK
                 ask.new_blocks = tuple([column[index] for column in columns])
-                if self._on_answer is not None:
-                    self._on_answer(ask)
+                self._on_answer(ask)
         _check(result)
         return pending, result
 
