@@ -188,8 +188,8 @@ class ServerConfig:
     max_concurrent_streams: int = option(
         16_384,
         integer(1, 1 << 20),
-        "open streams of all methods together: StepStream, StreamEvents, AttachWorker, PullBlocks, "
-        "health's Watch",
+        "open streams of all methods together: StepStream, StreamEvents, AttachWorker, "
+        "ImportBlocks, health's Watch; of PullBlocks as many beside them",
         "N",
     )
     lease_ttl_seconds: float = option(

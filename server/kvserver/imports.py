@@ -201,6 +201,8 @@ class Imports:
                     else:
                         running.progress = item
                         running.tell()
+                    if running.is_stopped:
+                        break  # asyncio.wait_for loses a cancellation that comes with an item
             except asyncio.CancelledError:
                 pass  # told to stop; it has, once the iterator has ended
             except Exception as caught:

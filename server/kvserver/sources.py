@@ -157,6 +157,7 @@ def _check(config: ServerConfig, sources: Mapping[str, str]) -> None:
             )
     for low, high in (
         ("lease_ttl_seconds", "lease_ttl_seconds_max"),
+        ("transfer_ttl_seconds", "transfer_ttl_seconds_max"),
         ("max_message_bytes", "reply_windows_bytes"),
     ):
         less, more = getattr(config, low), getattr(config, high)

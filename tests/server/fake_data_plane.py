@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
@@ -26,7 +27,8 @@ class FakeDataPlane:
     """Copies from ``peers``, which are servers of this process, by their names.
 
     ``mode``: "copy", and after it the import "hang"s, the process "die"s, the peer
-    "refuse"s, or progress is told without end ("chatter").
+    "refuse"s, or progress is told without end ("chatter"), also when a cancellation was lost
+    ("deaf").
     """
 
     def __init__(self, config: ServerConfig, memory: PoolMemory) -> None:
@@ -80,6 +82,10 @@ class FakeDataPlane:
             while self.mode == "chatter":
                 yield ImportProgress(1, 1, pb.TRANSFER_PATH_GRPC)
                 await asyncio.sleep(0)
+            while self.mode == "deaf":
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(0.01)
+                yield ImportProgress(1, 1, pb.TRANSFER_PATH_GRPC)
             yield report
         finally:
             await self.settled.wait()

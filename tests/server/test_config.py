@@ -79,6 +79,12 @@ def test_precedence(
         pytest.param(["--num-block=9"], {}, "did you mean --num-blocks", id="misspelt with value"),
         pytest.param(["--zork"], {}, "--zork is no option; see `kvdepot serve --help`", id="none"),
         pytest.param(["stray"], {}, "stray is no option", id="stray word"),
+        pytest.param(
+            ["--transfer-ttl-seconds-max", "5"],
+            {},
+            "--transfer-ttl-seconds 30 is more than --transfer-ttl-seconds-max 5",
+            id="a lease longer than the longest",
+        ),
         pytest.param([], {"KVDEPOT_LISTEN": "tcp://10.0.0.1:5"}, "KVDEPOT_LISTEN", id="a URL"),
         pytest.param(["--config", "/nonexistent.yaml"], {}, "--config", id="no such file"),
     ],

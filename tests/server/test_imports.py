@@ -280,6 +280,16 @@ def test_an_import_does_not_wait_for_a_client_that_reads_nothing(pair: Pair) -> 
     assert list(last.groups[0].statuses) == [IMPORTED] * 3
 
 
+def test_an_import_ends_whose_cancellation_was_lost_on_the_way(pair: Pair) -> None:
+    pair.here.data_plane.mode = "deaf"
+    stream = pair.call()
+    next(stream)
+    stream.cancel()
+    pair.wait(lambda: len(pair.here.server.node.imports) == 0)
+    assert pair.states() == {"free": 32}
+    assert pair.here.server.node.imports.outcomes == {"cancelled": 1}
+
+
 def test_imports_are_bounded_and_listed(serve: Serve) -> None:
     pair = Pair(serve, max_imports=1)
     pair.here.data_plane.mode = "hang"
