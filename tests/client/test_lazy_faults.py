@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvclient import Client
-from kvclient.errors import CacheLost, Unavailable
+from kvclient.errors import CacheLost, InvalidArgument, Unavailable
 from kvclient.facade import KVCacheManager
 from kvclient.values import Content, Outcome, SlotRequest
 from lazy_scheduler import Request, SmallScheduler
@@ -291,3 +291,21 @@ def test_an_answer_that_was_not_heard_is_made_up_for(serve: Any, strict: bool) -
         assert near.stats().blocks.live == 0 and near.list_requests().requests == ()
         facade.close()
     wire.close()
+
+
+def test_an_admission_behind_what_is_refused_is_made_up_for(client: Client) -> None:
+    with client.open_session() as session:
+        facade = KVCacheManager(session)
+        first, second = Request("a", list(range(8)), 8, 8), Request("b", list(range(50, 58)), 8, 8)
+        assert facade.allocate_slots(first, 8) is not None
+        facade._outbox.cache(facade._known["a"], 1000)  # more than it has
+        with pytest.raises(InvalidArgument):
+            facade.allocate_slots(second, 8)
+        blocks = facade.allocate_slots(second, 8)
+        assert blocks is not None and len(blocks.get_block_ids()[0]) == 2
+        for request in (first, second):
+            request.finished = True
+            facade.free(request)
+        facade.settle()
+        assert client.stats().blocks.live == 0
+        facade.close()

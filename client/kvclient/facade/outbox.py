@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from kvclient.errors import InternalError, InvalidArgument, NotFound
+from kvclient.errors import InternalError, InvalidArgument, KVDepotError, NotFound
 from kvclient.facade.known import KnownRequest
 from kvclient.stream import PendingStep, StepStream
 from kvclient.values import (
@@ -253,11 +253,7 @@ class Outbox:
         result = pending.result()
         self._sent.popleft()
         self.num_free_blocks = result.free_blocks
-        if result.admissions:
-            self._num_admitting -= 1
-            if pending is not awaited:
-                for admission in result.admissions:
-                    self._on_unheard(admission)
+        self._num_admitting -= bool(result.admissions)
         if asks:
             outcomes = result.grow.outcomes
             columns = [result.grow.new_blocks(group) for group in range(len(result.grow.counts))]
@@ -265,7 +261,15 @@ class Outbox:
                 ask.outcome = Outcome(outcomes[index]) if outcomes else _OK
                 ask.new_blocks = tuple([column[index] for column in columns])
                 self._on_answer(ask)
-        _check(result)
+        try:
+            _check(result)
+        except KVDepotError:
+            awaited = None  # it may be another operation's error, and is raised all the same
+            raise
+        finally:
+            if pending is not awaited:
+                for admission in result.admissions:
+                    self._on_unheard(admission)
         return pending, result
 
 
