@@ -176,6 +176,7 @@ class Session:
 
         Publishes nothing: ``cache_blocks`` with the result's ``num_tokens`` does. The request
         may be freed meanwhile. None of the session's ordered calls: others go on beside it.
+        Of a group with ``needs_zeroing`` the blocks are zeroed before, not in a later step.
         """
         if self._closed:
             raise FailedPrecondition("the session is closed", reason="SESSION_CLOSED")
