@@ -210,12 +210,13 @@ class KVCacheManager(Books):
         if known.num_asked:
             self._outbox.collect()  # what was refused ahead registers its full blocks first
         self._outbox.free(known, mode)
-        if self.strict:
-            self._outbox.exchange()
         if mode is FreeMode.FINISH:
             del self._known[request.request_id]
         self._tables.drop(self._end_table(known))
-        if self._tables.num_requests == 0:
+        # Last, as it may raise: what is queued is done all the same.
+        if self.strict:
+            self._outbox.exchange()
+        elif self._tables.num_requests == 0:
             # Nothing runs, so no message need follow that would carry it.
             self._outbox.flush()
 
