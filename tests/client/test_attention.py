@@ -99,8 +99,10 @@ def test_what_nobody_wrote_shows_with_poison(serve: Any, layout: str) -> None:
             assert model.forward([1], 31, keeper).isnan().all()
 
 
-@pytest.mark.parametrize("path", [TransferPath.MAPPING, TransferPath.GRPC])
-@pytest.mark.parametrize("layouts", [("block", "block"), ("block", "layer")])
+@pytest.mark.parametrize(
+    ("layouts", "path"),
+    [(("block", "block"), TransferPath.MAPPING), (("block", "layer"), TransferPath.GRPC)],
+)
 @pytest.mark.parametrize("name", SHAPES)
 def test_attention_over_blocks_of_a_peer(
     serve: Any, name: str, layouts: tuple[str, str], path: TransferPath

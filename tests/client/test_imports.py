@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
 
 import pytest
@@ -129,6 +130,9 @@ def test_what_is_refused(client: Client, source: ServerProcess) -> None:
     closed.close()
     with pytest.raises(Cancelled):
         closed.result()
+    # What its blocks are kept for ends a moment later.
+    while client.stats().num_imports:
+        time.sleep(0.01)
     session = client.open_session()
     with pytest.raises(NotFound) as caught:
         session.import_blocks("?", source.target).result()

@@ -73,7 +73,9 @@ def assert_nothing_is_kept(client: Client) -> None:
     assert client.audit().violations == ()
 
 
-@pytest.mark.parametrize("path", [TransferPath.MAPPING, TransferPath.GRPC])
+@pytest.mark.parametrize(
+    "path", [pytest.param(TransferPath.MAPPING, marks=pytest.mark.slow), TransferPath.GRPC]
+)
 def test_the_source_is_killed(processes: Processes, path: TransferPath) -> None:
     source, hashes = filled(processes)
     here = processes.serve(**POOL, **SLOW)
@@ -91,6 +93,7 @@ def test_the_source_is_killed(processes: Processes, path: TransferPath) -> None:
         assert_nothing_is_kept(client)
 
 
+@pytest.mark.slow
 def test_the_source_resets_by_force(processes: Processes) -> None:
     source, hashes = filled(processes)
     here = processes.serve(**POOL, **SLOW)

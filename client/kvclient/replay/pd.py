@@ -45,7 +45,7 @@ class PDSettings:
     deadline_s: float = 10.0
     keep_s: float = 30.0
     """How long the prefill scheduler keeps a prompt that nobody asks for."""
-    num_kept_max: int = 4
+    num_kept_max: int = 2
     """Prompts that it keeps at a time."""
 
     @property
