@@ -314,3 +314,29 @@ def test_an_admission_behind_what_is_refused_is_made_up_for(client: Client) -> N
         facade.settle()
         assert client.stats().blocks.live == 0
         facade.close()
+
+
+def test_what_a_message_may_not_take_is_asked_for_again(serve: Any) -> None:
+    server = serve(num_blocks=NUM_BLOCKS, max_step_blocks=1)
+    with server.client() as client, client.open_session() as session:
+        facade = KVCacheManager(session)
+        requests = [Request(name, [*name.encode(), *range(7)], 8, 8) for name in "abcd"]
+        facade.new_step_starts()
+        for request in requests:
+            while facade.allocate_slots(request, 8) is None:
+                facade.new_step_starts()
+        for number in range(9):
+            facade.new_step_starts()
+            for request in requests:
+                request.num_computed_tokens = request.num_tokens
+                request.all_token_ids.append(number)
+                assert facade.allocate_slots(request, 1) is not None
+        tables = [facade.get_block_ids(request.request_id)[0] for request in requests]
+        assert [len(set(table)) for table in tables] == [5] * 4
+        assert len(set().union(*tables)) == 20
+        for request in requests:
+            request.finished = True
+            facade.free(request)
+        facade.settle()
+        assert client.stats().blocks.live == 0
+        facade.close()

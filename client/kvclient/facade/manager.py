@@ -295,6 +295,8 @@ class KVCacheManager(Books):
         if known is not None:
             self._outbox.wait_for(known)
         result = self._outbox.exchange(replace(slots, content=self._content(request))).admissions[0]
+        if result.outcome is Outcome.NO_BUDGET:
+            return None  # the server has not looked at it
         self._sent(request, result.handle)
         known = self._known[request.request_id]
         num_external = slots.num_external_computed_tokens

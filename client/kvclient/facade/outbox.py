@@ -23,7 +23,11 @@ from kvclient.values import (
     StepResult,
 )
 
-_EXPECTED = (Outcome.OK, Outcome.NO_FIT, Outcome.HIT_CHANGED, Outcome.RESETTING)
+# NO_BUDGET: the message before it has taken all the blocks that one may take.
+_EXPECTED = (
+    *(Outcome.OK, Outcome.NO_FIT, Outcome.HIT_CHANGED),
+    *(Outcome.RESETTING, Outcome.NO_BUDGET),
+)
 _OK = Outcome.OK
 OPERATIONS_MAX = 4096
 """Operations that wait; one more sends them."""
