@@ -60,6 +60,7 @@ class Opened:
     pool: PoolDescription
     reply_window: int
     lease_ttl_s: float
+    step_operations_max: int
 
 
 def client_closed() -> FailedPrecondition:
@@ -88,6 +89,7 @@ def open_session(opening: Opening) -> Call[Opened]:
             convert.pool_description(reply.pool, reply.epoch),
             reply.reply_window,
             reply.lease_ttl_seconds,
+            reply.max_step_operations,
         ),
     )
 

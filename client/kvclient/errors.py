@@ -83,7 +83,8 @@ class CacheLost(FailedPrecondition):
     ``reason`` is STALE_EPOCH when the server lost its state (``current_epoch`` is the new
     one), SESSION_EXPIRED when it ended the session as its lease ran out, UNKNOWN_SESSION
     when it does not know it (any more), LEASE_EXPIRED when it could not be reached for as
-    long as the lease. A worker also hears SESSION_ENDED.
+    long as the lease. A worker also hears SESSION_ENDED, and the facade's caller
+    MESSAGE_REFUSED: the session lives, but what its requests hold is not known any more.
     """
 
     def again(self) -> CacheLost:

@@ -59,6 +59,7 @@ class Session:
     ``reply_window``: so many of its last replies does the server keep, so that a call whose
     reply was lost is answered, not done, when it is sent again. Of large replies it keeps
     fewer; FailedPrecondition, OP_SEQ_OUT_OF_WINDOW, then says that it was done, not how.
+    ``step_operations_max``: a Step with more operations is refused.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Session:
         self.pool = opened.pool
         self.reply_window = opened.reply_window
         self.lease_ttl_s = opened.lease_ttl_s
+        self.step_operations_max = opened.step_operations_max
         self._opening = opening
         self._lease = Lease(opened.lease_ttl_s, asked_at)
         self._lost: CacheLost | None = None

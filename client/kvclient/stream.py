@@ -50,6 +50,11 @@ class PendingStep:
         """
         return self._session._result(self._flight)
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether its answer, or the error that it ended with, is known for good."""
+        return self._flight.is_settled
+
     def is_here(self) -> bool:
         """Whether ``result`` would not wait."""
         flight = self._flight

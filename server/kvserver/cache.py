@@ -62,6 +62,7 @@ class CacheService:
             pool=self._node.pool,
             reply_window=self._node.policy.reply_window,
             lease_ttl_seconds=self._node.lease_ttl_seconds(session),
+            max_step_operations=self._step_operations_max,
         ).SerializeToString()
 
     def keep_alive(self, request: pb.KeepAliveRequest) -> bytes:

@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 
 from kvclient import Client
-from kvclient.errors import CacheLost, DeadlineExceeded, InvalidArgument, Unavailable
+from kvclient.errors import (
+    CacheLost,
+    DeadlineExceeded,
+    InvalidArgument,
+    ResourceExhausted,
+    Unavailable,
+)
 from kvclient.facade import KVCacheManager
 from kvclient.values import Content, Outcome, SlotRequest
 from lazy_scheduler import Request, SmallScheduler
@@ -340,3 +346,52 @@ def test_what_a_message_may_not_take_is_asked_for_again(serve: Any) -> None:
         facade.settle()
         assert client.stats().blocks.live == 0
         facade.close()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_messages_are_cut_to_what_the_server_takes(serve: Any, strict: bool) -> None:
+    """Same requests, same outputs, with one operation a message and with all in one."""
+    finished = []
+    for step_operations in (1, 65_536):
+        server = serve(num_blocks=NUM_BLOCKS, max_step_operations=step_operations)
+        with server.client() as client, client.open_session() as session:
+            assert session.step_operations_max == step_operations
+            facade = KVCacheManager(session, strict=strict)
+            scheduler = scheduler_over(facade)
+            scheduler.run()
+            facade.settle()
+            assert client.audit().violations == ()
+            assert client.stats().blocks.live == 0
+            finished.append(scheduler.finished)
+            facade.close()
+    assert finished[0] == finished[1] and len(finished[0]) == 40
+
+
+def test_a_message_that_is_refused_is_told_once(serve: Any) -> None:
+    """Then the facade says that it is lost, and a new one goes on."""
+    server = serve(num_blocks=NUM_BLOCKS, max_step_operations=2)
+    with server.client() as client:
+        session = client.open_session()
+        facade = KVCacheManager(session, steps_in_flight=1)
+        facade._outbox._operations_max = 100  # as over a server that does not say
+        scheduler = scheduler_over(facade)
+        with pytest.raises(ResourceExhausted) as refused:
+            scheduler.run()
+        assert refused.value.reason == "STEP_TOO_LARGE"
+        for call in (facade.new_step_starts, facade.settle, facade.flush):
+            with pytest.raises(CacheLost) as lost:
+                call()
+            assert lost.value.reason == "MESSAGE_REFUSED" and "STEP_TOO_LARGE" in str(lost.value)
+        facade.close()
+        with session.reopen() as fresh:
+            assert client.stats().blocks.live == 0
+            facade = KVCacheManager(fresh, steps_in_flight=1)
+            begin_anew(scheduler, facade)
+            number = 1000
+            while scheduler.arrivals or scheduler.waiting or scheduler.running:
+                scheduler.step(number)
+                number += 1
+            facade.settle()
+            assert len(scheduler.finished) == 40
+            assert client.stats().blocks.live == 0
+            facade.close()

@@ -65,6 +65,7 @@ class Session:
         self.pool = opened.pool
         self.reply_window = opened.reply_window
         self.lease_ttl_s = opened.lease_ttl_s
+        self.step_operations_max = opened.step_operations_max
         self._opening = opening
         self._lease = Lease(opened.lease_ttl_s, asked_at)
         self._lost: CacheLost | None = None

@@ -59,7 +59,8 @@ class KVCacheManager(Books):
     scheduler may say whose workers write what a call gave before the next one is made.
 
     CacheLost passes through: make a new one over the reopened session, and admit the
-    requests again.
+    requests again. It is raised as well by all calls after a message was refused that held
+    more than the caller's own admission: what the requests hold is then not known.
 
     Not here: events come from the server's stream, so ``take_events`` has none;
     ``coordinator`` has only what a Scheduler without connectors reads.
@@ -84,7 +85,13 @@ class KVCacheManager(Books):
         self._step = 1
         self._detached: dict[int, BlockTables] = {}
         self._growth: LazyGrowth | None = None
-        self._outbox = Outbox(self._stream, self._mark, self._answered, self._unheard)
+        self._outbox = Outbox(
+            self._stream,
+            self._mark,
+            self._answered,
+            self._unheard,
+            step_operations_max=session.step_operations_max,
+        )
         if not strict and is_certain(session.pool):
             self._growth = LazyGrowth(session.pool, self._tables, self._outbox)
 

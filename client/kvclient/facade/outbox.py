@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
-from kvclient.errors import InternalError, InvalidArgument, KVDepotError, NotFound
+from kvclient.errors import CacheLost, InternalError, InvalidArgument, KVDepotError, NotFound
 from kvclient.facade.known import KnownRequest
 from kvclient.stream import PendingStep, StepStream
 from kvclient.values import (
@@ -97,6 +98,8 @@ class Outbox:
         mark: Callable[[], StepMark | None],
         on_answer: Callable[[Ask], None],
         on_unheard: Callable[[SlotResult], None],
+        *,
+        step_operations_max: int,
     ) -> None:
         self._stream = stream
         self._mark = mark
@@ -107,9 +110,13 @@ class Outbox:
         # Of the asks among them: a Step has one.
         self._lookahead: int | None = None
         self._ahead: list[Ask] = []
-        self._sent: deque[tuple[PendingStep, list[Ask]]] = deque()
+        self._sent: deque[_Sent] = deque()
         # Of those sent, with admissions.
         self._num_admitting = 0
+        # A server that does not say what it takes is an older one.
+        self._operations_max = min(OPERATIONS_MAX, step_operations_max or OPERATIONS_MAX)
+        # Why what the requests hold is not known any more.
+        self._lost: CacheLost | None = None
         # At the last answer, for this session.
         self.num_free_blocks: int | None = None
 
@@ -151,7 +158,7 @@ class Outbox:
         return any(ask.known is known for ask in self._ahead)
 
     def _add(self, kind: OperationKind, subject: object, argument: int) -> None:
-        if len(self) >= OPERATIONS_MAX:
+        if len(self) >= self._operations_max:
             self.flush()
         self._queue.append((kind, subject, argument))
 
@@ -177,7 +184,7 @@ class Outbox:
 
     def collect(self) -> None:
         """Reads the answers that are here."""
-        while self._sent and self._sent[0][0].is_here():
+        while self._sent and self._sent[0].pending.is_here():
             self._read()
 
     def forget_free_blocks(self) -> None:
@@ -193,6 +200,7 @@ class Outbox:
 
     def settle(self) -> None:
         """Sends and reads everything."""
+        self._hear()
         while self._sent or len(self):
             self.flush()
             self._read()
@@ -204,10 +212,27 @@ class Outbox:
         with_ahead: bool = True,
         is_awaited: bool = False,
     ) -> PendingStep:
-        ahead = self._ahead if with_ahead else []
-        if ahead and self._lookahead not in (None, ahead[0].lookahead):
+        """What is queued, in as few messages as the server takes; the last one."""
+        if with_ahead and self._ahead and self._lookahead not in (None, self._ahead[0].lookahead):
             self._send(with_ahead=False)
-        queue = self._queue
+        ahead = self._ahead if with_ahead else []
+        size = self._operations_max
+        while (num_queued := len(self._queue) + len(ahead)) + len(admissions) > size:
+            if not num_queued:
+                break
+            queue = self._queue[:size]
+            self._put(queue, ahead[: size - len(queue)])
+        return self._put(self._queue, ahead, admissions, is_awaited=is_awaited)
+
+    def _put(
+        self,
+        queue: list[tuple[OperationKind, object, int]],
+        ahead: list[Ask],
+        admissions: tuple[SlotRequest, ...] = (),
+        *,
+        is_awaited: bool = False,
+    ) -> PendingStep:
+        """One message: the first that are queued, the first asks ahead, and admissions."""
         runs: list[tuple[OperationKind, int]] = []
         asks: list[Ask] = []
         caches: list[tuple[int, int]] = []
@@ -238,26 +263,36 @@ class Outbox:
         )
         pending = self._stream.send(step, mark=self._mark(), is_awaited=is_awaited)
         # Only now: what could not be sent stays queued.
-        self._queue = []
-        self._lookahead = None
-        if with_ahead:
-            self._ahead = []
-        self._sent.append((pending, asks))
+        del self._queue[: len(queue)]
+        del self._ahead[: len(ahead)]
+        if not self._queue:
+            self._lookahead = None
+        self._sent.append(_Sent(pending, asks, len(admissions), bool(asks or caches or frees)))
         self._num_admitting += bool(admissions)
         return pending
 
     def _hear(self) -> None:
-        """Reads on until no admission is without an answer."""
+        """Reads on until no admission is without an answer. CacheLost after a refusal."""
+        if self._lost is not None:
+            raise self._lost.again()
         while self._num_admitting:
             self._read()
 
     def _read(self, awaited: PendingStep | None = None) -> tuple[PendingStep, StepResult]:
         """The answer to the oldest message; what waits for it is told."""
-        pending, asks = self._sent[0]
-        result = pending.result()
+        if self._lost is not None:
+            raise self._lost.again()
+        sent = self._sent[0]
+        pending, asks = sent.pending, sent.asks
+        try:
+            result = pending.result()
+        except KVDepotError as error:
+            if pending.is_settled:
+                self._refused(sent, error)
+            raise
         self._sent.popleft()
         self.num_free_blocks = result.free_blocks
-        self._num_admitting -= bool(result.admissions)
+        self._num_admitting -= bool(sent.num_admissions)
         if asks:
             outcomes = result.grow.outcomes
             columns = [result.grow.new_blocks(group) for group in range(len(result.grow.counts))]
@@ -275,6 +310,29 @@ class Outbox:
                 for admission in result.admissions:
                     self._on_unheard(admission)
         return pending, result
+
+    def _refused(self, sent: _Sent, error: KVDepotError) -> None:
+        """A message was not done, or nobody knows how; that is told once, to this caller.
+
+        Of an admission he knows then. Of what else was in it nobody does.
+        """
+        self._sent.popleft()
+        self._num_admitting -= bool(sent.num_admissions)
+        if sent.holds_more and not isinstance(error, CacheLost):
+            self._lost = CacheLost(
+                f"the server refused what the facade had queued ({error.reason}: "
+                f"{error.message}): reopen the session, and admit its requests again",
+                reason="MESSAGE_REFUSED",
+            )
+
+
+class _Sent(NamedTuple):
+    """A message without an answer. ``holds_more`` than its admissions."""
+
+    pending: PendingStep
+    asks: list[Ask]
+    num_admissions: int
+    holds_more: bool
 
 
 _NO_GROW, _NO_CACHE, _NO_FREE = Grow(), Cache(), Free()

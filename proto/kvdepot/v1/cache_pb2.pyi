@@ -93,18 +93,20 @@ class OpenSessionRequest(_message.Message):
     def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., lease_ttl_seconds: _Optional[float] = ...) -> None: ...
 
 class OpenSessionResponse(_message.Message):
-    __slots__ = ("session_id", "epoch", "pool", "reply_window", "lease_ttl_seconds")
+    __slots__ = ("session_id", "epoch", "pool", "reply_window", "lease_ttl_seconds", "max_step_operations")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
     REPLY_WINDOW_FIELD_NUMBER: _ClassVar[int]
     LEASE_TTL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_STEP_OPERATIONS_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     epoch: str
     pool: _types_pb2.PoolDescription
     reply_window: int
     lease_ttl_seconds: float
-    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[str] = ..., pool: _Optional[_Union[_types_pb2.PoolDescription, _Mapping]] = ..., reply_window: _Optional[int] = ..., lease_ttl_seconds: _Optional[float] = ...) -> None: ...
+    max_step_operations: int
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[str] = ..., pool: _Optional[_Union[_types_pb2.PoolDescription, _Mapping]] = ..., reply_window: _Optional[int] = ..., lease_ttl_seconds: _Optional[float] = ..., max_step_operations: _Optional[int] = ...) -> None: ...
 
 class KeepAliveRequest(_message.Message):
     __slots__ = ("session_id", "epoch")
