@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -130,11 +131,42 @@ def test_a_pull_that_is_closed_lets_go_of_its_blocks(start: Start) -> None:
 
         thread = threading.Thread(target=run)
         thread.start()
-        eventually(lambda: bool(node.transfers) and stream._call is not None)
+        eventually(lambda: bool(node.transfers) and stream._pulling.call is not None)
         stream.close()
         thread.join(20)
         assert isinstance(caught[0], Cancelled)
         eventually(lambda: not node.transfers)
+
+
+@pytest.mark.parametrize("kind", ["sync", "aio"])
+def test_a_pull_that_is_let_go_of_lets_go_of_its_blocks(
+    start: Start, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody closes it; its lease would run for another half minute."""
+    monkeypatch.setattr(transfers, "HELD_BYTES_MAX", 1)
+    node = start(**LARGE, pull_bandwidth_bytes=1 << 20)
+    hashes = [block_hash(0, number) for number in range(1, 33)]
+    gc.disable()  # it needs no collection
+    try:
+        if kind == "sync":
+            with Client(node.target, timeout_s=20) as client:
+                for _ in client.pull_blocks(hashes):
+                    assert node.transfers
+                    break
+                eventually(lambda: not node.transfers, 5)
+        else:
+
+            async def abandon() -> None:
+                async with kvclient.aio.Client(node.target, timeout_s=20) as client:
+                    async for _ in client.pull_blocks(hashes):
+                        assert node.transfers
+                        break
+                    while node.transfers:
+                        await asyncio.sleep(0.01)
+
+            asyncio.run_coroutine_threadsafe(abandon(), node.loop.loop).result(5)
+    finally:
+        gc.enable()
 
 
 def test_transfers_by_hand(start: Start) -> None:
