@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import struct
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from kvclient.errors import InternalError
 from kvclient.frame import parse
 from kvdepot.v1 import transfer_pb2 as pb
 from kvserver.config import ConfigError
+from kvserver.mover import child
 from kvserver.mover.bucket import Bucket
 from kvserver.mover.frame import frame
 from kvserver.mover.mapping import copy_rows
@@ -198,16 +200,71 @@ def test_a_killed_process_is_replaced(start: Start) -> None:
     refused(lambda: again.pull(transfer_id="gone"), grpc.StatusCode.NOT_FOUND)
 
 
+def test_a_process_that_reads_nothing_is_replaced(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is queued for it is bounded; the next one knows what is open, and only that."""
+    monkeypatch.setattr(child, "QUEUED_BYTES_MAX", 1 << 20)
+    node = start(**LARGE)
+    node.fill(1)
+    handle, pid = node.handle, node.serving_pid
+    serving = handle._serving
+    assert serving is not None
+    kill(pid, signal.SIGSTOP)
+    ids = {0: list(range(1, 33)) * 1000}
+    for number in range(400):
+        node.loop.call(lambda number=number: handle.open_transfer(f"t{number}", ids))
+        if number % 2:
+            node.loop.call(lambda number=number: handle.close_transfer(f"t{number}"))
+        queued = serving._writer.transport.get_write_buffer_size()
+        assert queued < (1 << 20) + 200_000
+    eventually(lambda: handle._serving not in (None, serving))
+    wire = Wire(node)
+    for number in (0, 200, 398):
+        (message,) = wire.pull(transfer_id=f"t{number}", positions=struct.pack("<I", 2))
+        assert message.data == node.read(0, 3)
+    refused(lambda: wire.pull(transfer_id="t399"), grpc.StatusCode.NOT_FOUND)
+
+
+def test_an_error_that_nobody_expected_does_not_end_the_service(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither of the old process, nor while another is started."""
+    node = start(**LARGE)
+    handle, first = node.handle, node.handle._serving
+    assert first is not None
+    node.loop.call(lambda: handle.open_transfer("t", {0: IDS}))
+    spawn, failures = handle._spawn, []
+
+    async def end() -> None:
+        failures.append("end")
+        raise subprocess.TimeoutExpired("kvdepot", 10)
+
+    async def spawn_at_last(**options: Any) -> Any:
+        if len(failures) < 3:
+            failures.append("spawn")
+            raise RuntimeError("nobody expected this")
+        return await spawn(**options)
+
+    monkeypatch.setattr(first, "end", end)
+    monkeypatch.setattr(handle, "_spawn", spawn_at_last)
+    kill(first.pid, signal.SIGKILL)
+    eventually(lambda: handle._serving not in (None, first))
+    assert failures == ["end", "spawn", "spawn"]
+    assert Wire(node).pull()[0].num_blocks == len(READY)
+    first._process.wait(20)
+
+
 def test_it_ends_with_its_node(start: Start) -> None:
     node = start()
     pid = node.serving_pid
     # As if the node's process had died: its end of the channel is closed.
     node.loop.call(lambda: node.handle._supervising.cancel())
     node.loop.call(lambda: node.handle._serving._writer.transport.abort())
-    child = node.handle._serving
-    assert child is not None
-    assert child._process.wait(20) == 0
-    assert child.pid == pid
+    serving = node.handle._serving
+    assert serving is not None
+    assert serving._process.wait(20) == 0
+    assert serving.pid == pid
 
 
 def test_a_data_address_that_is_taken_is_refused(start: Start, tmp_path: Path) -> None:

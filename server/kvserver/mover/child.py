@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import subprocess
@@ -10,7 +11,11 @@ import sys
 
 from kvserver.mover.channel import Message, pack, receive
 
+logger = logging.getLogger(__name__)
+
 _REAP_SECONDS = 10.0
+QUEUED_BYTES_MAX = 64 << 20
+"""Of messages to a process that does not read them; beyond, it is ended."""
 # A megabyte is allocated and freed for every message of bytes: glibc would map and unmap,
 # and so zero, it each time.
 MALLOC = {
@@ -34,6 +39,7 @@ class Child:
         self._reader = reader
         self._writer = writer
         self._ending: asyncio.Future[int] | None = None
+        self._killed = False
 
     @classmethod
     async def spawn(cls, module: str) -> Child:
@@ -52,9 +58,26 @@ class Child:
         return cls(process, reader, writer)
 
     def send(self, **message: object) -> None:
-        """Send a message, at once as far as the socket takes it; lost if the process is gone."""
-        if not self._writer.is_closing():
-            self._writer.write(pack(message))
+        """Send a message, at once as far as the socket takes it; lost if the process is gone.
+
+        One that reads nothing, until too much is queued for it, is killed.
+        """
+        if self._killed or self._writer.is_closing():
+            return
+        num_queued = self._writer.transport.get_write_buffer_size()
+        if num_queued > QUEUED_BYTES_MAX:
+            logger.error(
+                "pid %d reads nothing: %d bytes are queued for it; it is killed",
+                self.pid,
+                num_queued,
+            )
+            self.kill()
+            return
+        self._writer.write(pack(message))
+
+    async def drain(self) -> None:
+        """Wait until little is queued. OSError when the process is gone."""
+        await self._writer.drain()
 
     async def receive(self) -> Message | None:
         """The next message; None when the process is gone."""
@@ -62,12 +85,16 @@ class Child:
 
     def kill(self) -> None:
         """Its end begins now."""
+        self._killed = True
         self._process.kill()
 
     async def end(self) -> None:
-        """Nothing of the process is left when this returns; however often it is called."""
-        if self._ending is None:
-            self._process.kill()
+        """Nothing of the process is left when this returns; however often it is called.
+
+        subprocess.TimeoutExpired when the kernel does not let go of it; then call again.
+        """
+        if self._ending is None or (self._ending.done() and self._ending.exception()):
+            self.kill()
             self._writer.close()
             loop = asyncio.get_running_loop()
             self._ending = asyncio.ensure_future(

@@ -117,14 +117,27 @@ class MoverHandle:
                 )
             if said["op"] == "failed":
                 raise ConfigError(f"--data-listen: {said['message']}; is it in use?")
+            self._port = said["port"]
+            self._reach = pb.Reach(host_id=self._host_id, data_address=self._data_address())
+            # Last: what is opened after it is told to whom this returns.
+            await self._tell_all(child)
         except BaseException:
             await child.end()
             raise
-        self._port = said["port"]
-        self._reach = pb.Reach(host_id=self._host_id, data_address=self._data_address())
-        for transfer_id, blocks in self._transfers.items():
-            child.send(op="open", id=transfer_id, blocks=blocks)
         return child
+
+    async def _tell_all(self, child: Child) -> None:
+        """It knows the transfers that are open now."""
+        told: set[str] = set()
+        while untold := self._transfers.keys() - told:
+            for transfer_id in untold:
+                blocks = self._transfers.get(transfer_id)
+                if blocks is not None:  # else closed meanwhile
+                    told.add(transfer_id)
+                    child.send(op="open", id=transfer_id, blocks=blocks)
+                    await asyncio.wait_for(child.drain(), _START_SECONDS)
+        for transfer_id in told - self._transfers.keys():
+            child.send(op="close", id=transfer_id)
 
     def _hear(self, message: Message) -> None:
         if message["op"] == "pulled":
@@ -145,11 +158,17 @@ class MoverHandle:
         pause = _PAUSE_SECONDS
         while True:
             began = time.monotonic()
-            while (message := await child.receive()) is not None:
-                self._hear(message)
+            try:
+                while (message := await child.receive()) is not None:
+                    self._hear(message)
+            except Exception:
+                logger.exception("what the process that serves PullBlocks says is not understood")
             self._serving = None
             self._reach = pb.Reach(host_id=self._host_id, data_address=self._data_address())
-            await child.end()
+            try:
+                await child.end()
+            except Exception:  # it only reads the pool: another may begin before it is gone
+                logger.exception("pid %d does not end", child.pid)
             if time.monotonic() - began > _LIVED_SECONDS:
                 pause = _PAUSE_SECONDS
             logger.error("the process that serves PullBlocks (pid %d) has ended", child.pid)
@@ -160,6 +179,8 @@ class MoverHandle:
                     self._serving = child = await self._spawn(any_port=True)
                 except (Unavailable, ConfigError, OSError) as error:
                     logger.error("PullBlocks is not served: %s", error)
+                except Exception:
+                    logger.exception("PullBlocks is not served")
             logger.warning("another serves PullBlocks now (pid %d)", child.pid)
 
     # --- addresses --------------------------------------------------------------------

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import subprocess
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -22,6 +23,8 @@ MODULE = "kvserver.mover.importing"
 # What an import gets beyond its deadline, and one that is to stop, to end by itself.
 _GRACE_SECONDS = 1.0
 _STOP_SECONDS = 2.0
+# What the node, when it stops, waits for a process that was killed.
+_END_SECONDS = 15.0
 
 
 class _Process:
@@ -37,12 +40,20 @@ class _Process:
         self._reading = asyncio.ensure_future(self._read())
 
     async def _read(self) -> None:
-        while (message := await self.child.receive()) is not None:
-            if (inbox := self.inboxes.get(message.get("job", 0))) is not None:
-                inbox.put_nowait(message)
+        try:
+            while (message := await self.child.receive()) is not None:
+                if (inbox := self.inboxes.get(message.get("job", 0))) is not None:
+                    inbox.put_nowait(message)
+        except Exception:
+            logger.exception("what the process of the imports says is not understood")
         if self.killed_for is None:
             logger.error("the process of the imports (pid %d) has ended", self.child.pid)
-        await self.child.end()
+        while True:
+            try:
+                await self.child.end()
+                break
+            except subprocess.TimeoutExpired:  # as long as it is there, its bytes may land
+                logger.error("the process of the imports (pid %d) does not end", self.child.pid)
         self.gone.set()
         for inbox in self.inboxes.values():
             inbox.put_nowait(None)
@@ -59,7 +70,7 @@ class _Process:
         """End it for good."""
         self.killed_for = 0
         self.child.kill()
-        await self._reading
+        await asyncio.wait([self._reading], timeout=_END_SECONDS)
 
 
 class Imports:
