@@ -128,6 +128,22 @@ def test_refused(
     assert detail.field == field
 
 
+def test_the_nodes_word_of_a_transfer_may_come_after_the_peer(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = start(**LARGE)
+    node.fill(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(node.handle, "_tell", lambda **message: None)
+        node.loop.call(lambda: node.handle.open_transfer("t", {0: IDS}))
+    wire = Wire(node)
+    (message,) = wire.pull()
+    assert message.num_blocks == len(READY)
+    node.loop.call(lambda: node.handle.close_transfer("t"))
+    detail = refused(wire.pull, grpc.StatusCode.NOT_FOUND)
+    assert detail.reason == "UNKNOWN_TRANSFER"
+
+
 def test_malformed_bytes_are_refused(opened: tuple[MovingNode, Wire]) -> None:
     _, wire = opened
     detail = refused(lambda: list(wire.call(b"\xff\xff")), grpc.StatusCode.INVALID_ARGUMENT)

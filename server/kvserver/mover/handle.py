@@ -142,6 +142,12 @@ class MoverHandle:
     def _hear(self, message: Message) -> None:
         if message["op"] == "pulled":
             self.pulled_bytes += message["bytes"]
+        elif message["op"] == "ask":
+            transfer_id = message["id"]
+            if (blocks := self._transfers.get(transfer_id)) is None:
+                self._tell(op="unknown", id=transfer_id)
+            else:
+                self._tell(op="open", id=transfer_id, blocks=blocks)
         elif message["op"] == "nixl":
             self._reach = pb.Reach(
                 host_id=self._host_id,

@@ -11,6 +11,7 @@ import logging
 import struct
 import sys
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,8 +34,8 @@ MESSAGE_BYTES = 1 << 20
 MESSAGE_BLOCKS_MAX = 4096
 # Hashing so much holds everybody up for a millisecond.
 CHECKSUMS_ONLY_BYTES = 4 << 20
-# The node's word of a transfer may come after the peer's, who heard of it from the node.
-_UNKNOWN_SECONDS = 0.5
+# No transfer's id is longer.
+_ID_CHARACTERS_MAX = 64
 _REPORT_SECONDS = 0.25
 
 
@@ -48,9 +49,9 @@ class _Transfer:
 
 
 class Serving:
-    """PullBlocks of one pool."""
+    """PullBlocks of one pool. ``ask`` has the node tell of a transfer, or that it is none."""
 
-    def __init__(self, start: Message) -> None:
+    def __init__(self, start: Message, ask: Callable[[str], None]) -> None:
         pool = types_pb2.PoolDescription.FromString(start["pool"])
         self.num_sent_bytes = 0
         self._file = PoolFile(pool, writable=True)
@@ -61,7 +62,8 @@ class Serving:
         self._bucket = Bucket(start["bandwidth_bytes"])
         self._num_pulls = 0
         self._transfers: dict[str, _Transfer] = {}
-        self._opened = asyncio.Event()
+        self._ask = ask
+        self._asked: dict[str, asyncio.Future[None]] = {}
         self._agent: ServingAgent | None = None
 
     def tell(self, message: Message) -> None:
@@ -69,9 +71,10 @@ class Serving:
         transfer_id: str = message["id"]
         if message["op"] == "open":
             groups = {group: array("I", ids) for group, ids in message["blocks"].items()}
-            self._transfers[transfer_id] = _Transfer(groups)
-            self._opened.set()
-            self._opened = asyncio.Event()
+            self._transfers.setdefault(transfer_id, _Transfer(groups))
+            self._answered(transfer_id)
+        elif message["op"] == "unknown":
+            self._answered(transfer_id)
         elif (transfer := self._transfers.pop(transfer_id, None)) is not None:
             transfer.closed = True
             for pull in transfer.pulls:
@@ -132,14 +135,23 @@ class Serving:
             self.num_sent_bytes += data_bytes
 
     async def _transfer(self, transfer_id: str) -> _Transfer:
-        loop = asyncio.get_running_loop()
-        until = loop.time() + _UNKNOWN_SECONDS
-        while (transfer := self._transfers.get(transfer_id)) is None:
-            try:
-                await asyncio.wait_for(self._opened.wait(), until - loop.time())
-            except asyncio.TimeoutError:
-                raise _unknown("there is no such transfer, or it has ended") from None
+        """The node's word of it may come after the peer's, who heard of it from the node."""
+        if transfer_id not in self._transfers and len(transfer_id) <= _ID_CHARACTERS_MAX:
+            answered = self._asked.get(transfer_id)
+            if answered is None:
+                answered = asyncio.get_running_loop().create_future()
+                self._asked[transfer_id] = answered
+                self._ask(transfer_id)
+            await asyncio.shield(answered)
+        transfer = self._transfers.get(transfer_id)
+        if transfer is None:
+            raise _unknown("there is no such transfer, or it has ended")
         return transfer
+
+    def _answered(self, transfer_id: str) -> None:
+        asked = self._asked.pop(transfer_id, None)
+        if asked is not None:
+            asked.set_result(None)
 
     def _ids(self, transfer: _Transfer, request: pb.PullBlocksRequest) -> array[int]:
         ids = transfer.groups.get(request.group)
@@ -168,7 +180,7 @@ def _unknown(message: str) -> NotFound:
 
 async def _serve(channel: Channel, start: Message) -> None:
     loop = asyncio.get_running_loop()
-    serving = Serving(start)
+    serving = Serving(start, lambda transfer_id: channel.send(op="ask", id=transfer_id))
     rpcs = Rpcs("", streams_max=start["streams_max"])
     server = grpc.aio.server(
         options=[
