@@ -103,19 +103,25 @@ class Serving:
         self._num_pulls += 1
         # Alone: a status cannot follow a first message that is cut off while it carries them.
         await context.send_initial_metadata(())
-        pull = asyncio.ensure_future(self._pull(request, ids, context))
+        pull = asyncio.ensure_future(self._pull(transfer, request, ids, context))
         transfer.pulls.add(pull)
         try:
             await pull
         except asyncio.CancelledError:
             if not transfer.closed:
                 raise
-            raise _unknown("the transfer was closed") from None
+            raise _closed() from None
         finally:
             transfer.pulls.discard(pull)
             self._num_pulls -= 1
 
-    async def _pull(self, request: pb.PullBlocksRequest, ids: array[int], context: Context) -> None:
+    async def _pull(
+        self,
+        transfer: _Transfer,
+        request: pb.PullBlocksRequest,
+        ids: array[int],
+        context: Context,
+    ) -> None:
         spans, size = self._spans[request.group], self._block_bytes[request.group]
         limit = CHECKSUMS_ONLY_BYTES if request.checksums_only else MESSAGE_BYTES
         step = max(1, min(MESSAGE_BLOCKS_MAX, limit // max(1, size)))
@@ -124,6 +130,8 @@ class Serving:
             data_bytes = 0 if request.checksums_only else len(some) * size
             if delay := self._bucket.delay(data_bytes):
                 await asyncio.sleep(delay)
+            if transfer.closed:  # before Python 3.12 wait_for swallows a cancellation at times
+                raise _closed()
             self._file.check()
             blocks = [self._file.pages(spans, block_id) for block_id in some]
             sums = []
@@ -172,6 +180,10 @@ class Serving:
                 )
             chosen.append(ids[position])
         return chosen
+
+
+def _closed() -> NotFound:
+    return _unknown("the transfer was closed")
 
 
 def _unknown(message: str) -> NotFound:
