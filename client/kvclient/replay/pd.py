@@ -217,7 +217,8 @@ def _hear(
     channel: Connection[Any, Any], prefiller: Prefiller, tally: PrefillTally, num_kept: int
 ) -> None:
     """Release what the decoder has, or nobody asks for, until so few are kept."""
-    while prefiller.num_kept > num_kept or channel.poll():
+    # When none is kept, nothing is to be heard but the other's end, which is no failure then.
+    while prefiller.num_kept > num_kept or (prefiller.num_kept and channel.poll()):
         if channel.poll(_POLL_SECONDS):
             tally.released += prefiller.release(channel.recv())
         tally.overdue += prefiller.release_overdue()
