@@ -19,8 +19,12 @@ from random import Random
 from time import perf_counter, sleep
 from typing import Any
 
-import vllm.platforms
-from vllm.platforms.cpu import CpuPlatform
+# What libraries print, and some do when they are imported, must not get between the answers.
+ANSWERS = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+
+import vllm.platforms  # noqa: E402
+from vllm.platforms.cpu import CpuPlatform  # noqa: E402
 
 vllm.platforms._current_platform = CpuPlatform()  # before vLLM's other modules look for one
 
@@ -303,11 +307,9 @@ def answer(run: Run) -> dict[str, Any]:
 
 def main() -> None:
     """Answer until the input ends."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not get between the answers
-    print("null", file=answers, flush=True)
+    print("null", file=ANSWERS, flush=True)
     for line in sys.stdin:
-        print(json.dumps(answer(Run(**json.loads(line)))), file=answers, flush=True)
+        print(json.dumps(answer(Run(**json.loads(line)))), file=ANSWERS, flush=True)
 
 
 if __name__ == "__main__":

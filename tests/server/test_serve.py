@@ -219,7 +219,8 @@ def test_a_configuration_error_is_one_line(flags: list[str], named: str) -> None
         text=True,
         timeout=60,
         check=False,
-        env=environment(),
+        # Whatever else listens here.
+        env=environment() | {"KVDEPOT_LISTEN": "127.0.0.1:0", "KVDEPOT_NO_METRICS": "true"},
     )
     assert ended.returncode == 2
     assert named in ended.stderr
