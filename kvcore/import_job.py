@@ -62,6 +62,8 @@ class ImportGroup:
     positions: Sequence[int]
     statuses: list[ImportStatus]
     blocks: list[KVCacheBlock | None]
+    # Which of the hashes the peer is asked for.
+    asked: Sequence[int]
 
     @property
     def running(self) -> list[int]:
@@ -69,11 +71,11 @@ class ImportGroup:
         return [i for i, status in enumerate(self.statuses) if status is ImportStatus.RUNNING]
 
     def wanted(self) -> tuple[list[bytes], list[int]]:
-        """The hashes that are being imported, and the ids of their blocks."""
-        blocks = [self.blocks[i] for i in self.running]
+        """The hashes that the peer is asked for, and the ids of their blocks, 0 for none yet."""
+        blocks = [self.blocks[i] for i in self.asked]
         return (
-            [self.hashes[i] for i in self.running],
-            [block.block_id for block in blocks if block is not None],
+            [self.hashes[i] for i in self.asked],
+            [0 if block is None else block.block_id for block in blocks],
         )
 
 

@@ -105,6 +105,7 @@ class Imports:
                     positions,
                     [_RUNNING] * len(positions),
                     [*blocks],
+                    range(len(positions)),
                 )
             )
         self._require_room(groups)
@@ -118,10 +119,7 @@ class Imports:
         return found
 
     def begin_hashes(self, peer: str, wanted: Sequence[GroupHashes]) -> Import:
-        """Take blocks for what is not here, as many as fit above the watermark.
-
-        Blocks are evicted for them, but none of those that were asked for.
-        """
+        """Ask the peer for what is not here. No block is taken before it says what it has."""
         self._require_caching()
         check_hashes(self._depot, wanted)
         if self._depot.resets.drain is not None:
@@ -130,37 +128,54 @@ class Imports:
                 reason="RESET_PENDING",
                 retryable=True,
             )
-        pool = self._depot.pool
         groups = [
             ImportGroup(
                 group,
                 hashes,
                 range(len(hashes)),
-                [_NO_FIT] * len(hashes),
+                [_RUNNING] * len(hashes),
                 [self._ready(group, block_hash) for block_hash in hashes],
+                (),
             )
             for group, hashes in wanted
         ]
         self._require_room(groups)
-        absent = []
         for group in groups:
             for position, block in enumerate(group.blocks):
                 if block is not None:
                     group.statuses[position] = _PRESENT
-                else:
-                    absent.append(((position + 1) / len(group.hashes), group, position))
+            group.asked = group.running
         found = self._begin(peer, groups)
-        pool.pins.pin(found.blocks)
+        self._depot.pool.pins.pin(found.blocks)
+        return found
+
+    def take(self, found: Import, ready: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
+        """Take blocks for what the peer has, as many as fit above the watermark.
+
+        ``ready``, by group: of each hash that was asked for, whether it is ready at the
+        peer. Answers as many block ids, 0 where there is none; a repeat, the same. Blocks
+        are evicted for them, but none of those that were here and asked for.
+        """
+        pool = self._depot.pool
+        absent = []
+        for group in found.groups:
+            for number, is_ready in zip(group.asked, ready.get(group.group, ()), strict=False):
+                is_running = group.statuses[number] is _RUNNING
+                if is_ready and is_running and group.blocks[number] is None:
+                    absent.append(((number + 1) / len(group.hashes), group, number))
         # If not all fit, the first part of every group: a hit needs them all.
         absent.sort(key=lambda entry: entry[0])
         config = self._depot.config
         watermark = int(config.watermark * config.kv_cache.num_blocks)
         num_blocks = min(len(absent), max(0, pool.pins.num_takable - watermark))
+        if self._depot.resets.drain is not None or found.generation != self._depot.generation:
+            num_blocks = 0  # nothing of it could become a hit
         taken = pool.pins.take(num_blocks)
-        for (_, group, position), block in zip(absent, taken, strict=False):
-            group.blocks[position] = block
-            group.statuses[position] = _RUNNING
-        return found
+        for (_, group, number), block in zip(absent, taken, strict=False):
+            group.blocks[number] = block
+        for _, group, number in absent[num_blocks:]:
+            group.statuses[number] = _NO_FIT
+        return {group.group: group.wanted()[1] for group in found.groups}
 
     def _begin(self, peer: str, groups: Sequence[ImportGroup]) -> Import:
         found = Import(str(uuid.uuid4()), peer, groups, self._depot.generation)
@@ -189,18 +204,20 @@ class Imports:
     def finish(self, found: Import, filled: Mapping[int, Sequence[Filled]] | None) -> ImportResult:
         """No byte can land in the import's blocks any more: they are unpinned.
 
-        ``filled``, by group, has one entry a hash that was wanted; None: none came. Of a
+        ``filled``, by group, has one entry a hash that was asked for; None: none came. Of a
         request nothing is registered. Of hashes, those that came are, each if its parent
         is here; all ready for everybody, and evicted children first. Not after a reset.
         """
         del self.by_id[found.import_id]
         came: list[dict[int, Filled]] = []
         for group in found.groups:
-            running = group.running
-            entries = [_NOTHING] * len(running) if filled is None else filled.get(group.group, ())
-            came.append(dict(zip(running, entries, strict=True)))
+            asked = group.asked
+            entries = [_NOTHING] * len(asked) if filled is None else filled.get(group.group, ())
+            came.append(dict(zip(asked, entries, strict=True)))
             for number, entry in came[-1].items():
-                group.statuses[number] = entry.status
+                if group.statuses[number] is _RUNNING:
+                    has_come = entry.status is not _IMPORTED or group.blocks[number] is not None
+                    group.statuses[number] = entry.status if has_come else _FAILED
         num_tokens = 0
         if found.request is not None:
             if found.request.importing is found:

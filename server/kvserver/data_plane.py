@@ -8,7 +8,7 @@ blocks an open transfer has, and which blocks an import fills.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +17,10 @@ from kvdepot.v1 import transfer_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class ImportGroup:
-    """Blocks of one KV cache group: which hashes go into which blocks of this pool."""
+    """Blocks of one KV cache group: which hashes go into which blocks of this pool.
+
+    Ids are 0 where ImportJob.take is to be asked for them.
+    """
 
     group: int
     hashes: Sequence[bytes]
@@ -28,7 +31,9 @@ class ImportGroup:
 class ImportJob:
     """One import. ``paths``: those allowed, in order; empty: all, the best first.
 
-    ``contents``: bring what is known of the blocks besides their bytes.
+    ``contents``: bring what is known of the blocks besides their bytes. ``take``: called
+    with what the peer has ready, by group, one truth value a hash; answers the ids of the
+    blocks to fill, 0 for a hash that gets none. None: they are named already.
     """
 
     peer: str
@@ -38,6 +43,7 @@ class ImportJob:
     checksums: bool
     contents: bool
     deadline_seconds: float
+    take: Callable[[Mapping[int, Sequence[int]]], Mapping[int, Sequence[int]]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvcore.errors import InvalidArgument, KVDepotError, Unavailable
@@ -137,12 +138,13 @@ class Imports:
             peer=found.peer,
             fingerprint=self._node.pool.fingerprint,
             groups=[
-                ImportGroup(group.group, *group.wanted()) for group in found.groups if group.running
+                ImportGroup(group.group, *group.wanted()) for group in found.groups if group.asked
             ],
             paths=paths,
             checksums=checksums,
             contents=found.request is None,
             deadline_seconds=deadline_seconds,
+            take=None if found.request is not None else partial(self._take, found),
         )
         task = asyncio.ensure_future(self._run(running, job))
         running.run(task)
@@ -211,6 +213,15 @@ class Imports:
                 watchdog.cancel()
                 await _ended(iterator)
         self._finish(running, job, report, error)
+
+    def _take(
+        self, found: Import, ready: Mapping[int, Sequence[int]]
+    ) -> Mapping[int, Sequence[int]]:
+        """The peer has said what it has."""
+        try:
+            return self._node.depot.imports.take(found, ready)
+        finally:
+            self._node.publish()
 
     def _never_ran(self, running: RunningImport, job: ImportJob) -> None:
         """It was stopped before its first step."""

@@ -45,7 +45,15 @@ def chain(depot: Depot, tokens: Iterable[int]) -> tuple[list[bytes], list[Import
 
 
 def begin(depot: Depot, hashes: Sequence[bytes], group: int = 0) -> Import:
-    return depot.imports.begin_hashes("peer", [GroupHashes(group, hashes)])
+    found = depot.imports.begin_hashes("peer", [GroupHashes(group, hashes)])
+    take_all(depot, found)
+    return found
+
+
+def take_all(depot: Depot, found: Import) -> None:
+    """As of a peer that has everything."""
+    ready = {group.group: [True] * len(group.asked) for group in found.groups}
+    depot.imports.take(found, ready)
 
 
 def filled(contents: Iterable[ImportedContent]) -> dict[int, list[Filled]]:
@@ -140,6 +148,24 @@ def test_a_missing_branch_does_not_take_another_one_along() -> None:
     assert states(depot) == {"cached": 2, "free": 6}
 
 
+def test_nothing_is_evicted_for_what_the_peer_does_not_have() -> None:
+    depot = make_depot(5)
+    bring(depot, range(16))
+    hashes, _ = chain(depot, range(50, 66))
+    found = depot.imports.begin_hashes("peer", [GroupHashes(0, hashes)])
+    assert states(depot) == {"cached": 4}
+    assert depot.imports.take(found, {0: [False, False, True, False]}) == {0: [0, 0, 4, 0]}
+    assert states(depot) == {"cached": 3, "in_transfer": 1}
+    assert depot.imports.take(found, {0: [False, False, True, False]}) == {0: [0, 0, 4, 0]}
+    missing = Filled(ImportStatus.MISSING)
+    came = {0: [missing, missing, Filled(ImportStatus.FAILED), missing]}
+    assert set(depot.imports.finish(found, came).statuses[0]) == {
+        ImportStatus.MISSING,
+        ImportStatus.FAILED,
+    }
+    assert states(depot) == {"cached": 3, "free": 1}
+
+
 def test_what_is_here_is_not_evicted_for_what_is_not() -> None:
     depot = make_depot(5)
     bring(depot, range(8))
@@ -148,7 +174,7 @@ def test_what_is_here_is_not_evicted_for_what_is_not() -> None:
     found = begin(depot, hashes)
     assert found.groups[0].statuses == [PRESENT, PRESENT, 0, 0, NO_FIT]
     assert states(depot) == {"pinned": 2, "in_transfer": 2}
-    result = depot.imports.finish(found, filled(contents[2:4]))
+    result = depot.imports.finish(found, filled(contents[2:5]))
     assert list(result.statuses[0]) == [PRESENT, PRESENT, IMPORTED, IMPORTED, NO_FIT]
     assert states(depot) == {"cached": 4}
 
@@ -168,7 +194,7 @@ def test_blocks_held_back_for_steps_in_flight_are_not_taken() -> None:
     depot.allocate_slots(session, SlotRequest("a", content(range(11))))
     depot.free(session, "a", FreeMode.FINISH, False)
     found = begin(depot, chain(depot, range(50, 66))[0])
-    assert found.groups[0].wanted()[1] == [4]
+    assert found.groups[0].wanted()[1] == [4, 0, 0, 0]
     depot.imports.finish(found, None)
     assert states(depot) == {"quarantined": 3, "free": 1}
 
@@ -177,7 +203,8 @@ def test_all_groups_get_their_first_parts_when_not_all_fit() -> None:
     depot = Depot(groups_config(5, full(SIZE), window(9, SIZE), max_model_len=64))
     hashes, _ = chain(depot, range(16))
     found = depot.imports.begin_hashes("", [GroupHashes(0, hashes), GroupHashes(1, hashes)])
-    assert [len(group.wanted()[0]) for group in found.groups] == [2, 2]
+    take_all(depot, found)
+    assert [len(group.running) for group in found.groups] == [2, 2]
     assert states(depot) == {"in_transfer": 4}
     depot.imports.finish(found, None)
     assert states(depot) == {"free": 4}

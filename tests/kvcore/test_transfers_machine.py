@@ -152,11 +152,34 @@ class Transfers(Sessions):
             with pytest.raises(FailedPrecondition):
                 self.depot.imports.begin_hashes("peer", wanted)
             return
+        num_cached = self.depot.pool.num_cached_blocks
+        found = self.depot.imports.begin_hashes("peer", wanted)
+        assert not list(_wanted(found))
+        self.imports[found] = {block.block_id for block in found.blocks}
+        # Nothing is evicted before the peer has said what it has.
+        assert self.depot.pool.num_cached_blocks >= num_cached - len(self.imports[found])
+
+    @precondition(lambda self: any(found.request is None for found in self.imports))
+    @rule(data=st.data())
+    def the_peer_says_what_it_has(self, data: st.DataObject) -> None:
+        of_hashes = [found for found in self.imports if found.request is None]
+        found = data.draw(st.sampled_from(range(len(of_hashes))).map(of_hashes.__getitem__))
         used = {
             block.block_id for session in self.sessions for block in self._blocks_of(session)
         } | self._pinned()
-        found = self.depot.imports.begin_hashes("peer", wanted)
-        assert not {block_id for _, block_id in _wanted(found)} & used
+        before = dict(_wanted(found))
+        ready = {
+            group.group: [data.draw(st.booleans()) for _ in group.asked] for group in found.groups
+        }
+        taken = self.depot.imports.take(found, ready)
+        after = dict(_wanted(found))
+        assert before.items() <= after.items()
+        assert not (set(after.values()) - set(before.values())) & used
+        for group in found.groups:
+            assert taken[group.group] == group.wanted()[1]
+            for number, is_ready in zip(group.asked, ready[group.group], strict=True):
+                name = (group.group, group.hashes[number])
+                assert is_ready or name in before or name not in after
         self.imports[found] = {block.block_id for block in found.blocks}
 
     @precondition(lambda self: len(self.imports) < 4)
@@ -290,7 +313,8 @@ class Transfers(Sessions):
 def _wanted(found: Import) -> Iterator[tuple[tuple[int, bytes], int]]:
     for group in found.groups:
         for block_hash, block_id in zip(*group.wanted(), strict=True):
-            yield (group.group, block_hash), block_id
+            if block_id:
+                yield (group.group, block_hash), block_id
 
 
 class WindowTransfers(Transfers):

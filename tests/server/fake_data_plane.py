@@ -99,14 +99,37 @@ class FakeDataPlane:
         transfer = source.depot.transfers.open_hashes(
             "", [GroupHashes(group.group, group.hashes) for group in job.groups]
         )
+        taken = {group.group: group.block_ids for group in job.groups}
+        if job.take is not None:
+            taken.update(
+                job.take(
+                    {
+                        group.group: [status == BlockStatus.READY for status in group.statuses]
+                        for group in transfer.groups
+                    }
+                )
+            )
         statuses: dict[int, bytes] = {}
         contents: dict[int, list[pb.BlockContent]] = {}
         num_blocks = num_bytes = 0
         for wanted, group in zip(job.groups, transfer.groups, strict=True):
-            statuses[group.group] = bytes(_REPORTED[BlockStatus(s)] for s in group.statuses)
-            contents[group.group] = block_contents(source.depot.pool, group)
-            for block, block_id in zip(group.blocks, wanted.block_ids, strict=True):
-                if block is not None:
+            ids = taken[wanted.group]
+            statuses[group.group] = bytes(
+                _REPORTED[BlockStatus(s)]
+                if block_id or s != BlockStatus.READY
+                else pb.IMPORT_STATUS_FAILED
+                for s, block_id in zip(group.statuses, ids, strict=True)
+            )
+            ready = [i for block, i in zip(group.blocks, ids, strict=True) if block is not None]
+            contents[group.group] = [
+                content
+                for content, block_id in zip(
+                    block_contents(source.depot.pool, group), ready, strict=True
+                )
+                if block_id
+            ]
+            for block, block_id in zip(group.blocks, ids, strict=True):
+                if block is not None and block_id:
                     pages = source.data_plane.memory.block_pages(block.block_id, group.group)
                     write_pages(self.memory, block_id, group.group, pages)
                     num_blocks += 1

@@ -135,6 +135,31 @@ def test_every_hash_is_answered(kept: Start) -> None:
     assert_imported(source, destination, {0: [(1, 1), (4, 4)]})
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_blocks_are_taken_when_the_peer_has_said_what_it_has(kept: Start, path: int) -> None:
+    """For what is ready, and as many as there are."""
+    source, destination = both(kept)
+    asked: list[Any] = []
+
+    def take(ready: Any) -> Any:
+        asked.append({group: list(column) for group, column in ready.items()})
+        return {0: [7, 0, 0, 0, 9]}
+
+    blocks = {0: [(1, 0), (99, 0), (3, 0), (4, 0), (5, 0)]}
+    job = destination.job(source, blocks, contents=True, paths=[path], take=take)
+    source.pending.add(job.groups[0].hashes[2])
+    report, _ = destination.run_import(job)
+    assert asked == [{0: [1, 0, 0, 1, 1]}]
+    assert report.statuses == {0: bytes([IMPORTED, MISSING, PENDING, FAILED, IMPORTED])}
+    contents = [content.stored.block_hashes[0] for content in report.contents[0]]
+    assert contents == [job.groups[0].hashes[0], job.groups[0].hashes[4]]
+    assert_imported(source, destination, {0: [(1, 7), (5, 9)]})
+    assert source.transfers == set()
+    # Nothing that is there: nobody is asked.
+    report, _ = destination.run_import(destination.job(source, {0: [(99, 0)]}, take=take))
+    assert report.statuses == {0: bytes([MISSING])} and len(asked) == 1
+
+
 @pytest.mark.parametrize(
     ("host_id", "hidden", "expected"),
     [

@@ -25,6 +25,10 @@ def main() -> None:
             if (job := jobs.get(number)) is not None:
                 job.stop()
             continue
+        if message["op"] == "blocks":
+            if (job := jobs.get(number)) is not None:
+                job.give(message["ids"])
+            continue
         jobs[number] = job = Job(importer, message, channel.send)
 
         def run(job: Job = job, number: int = number) -> None:

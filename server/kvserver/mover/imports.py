@@ -105,6 +105,11 @@ class Imports:
                     ended = message["op"] in ("report", "error")
                     if message["op"] == "progress":
                         yield ImportProgress(message["blocks"], message["bytes"], message["path"])
+                    elif message["op"] == "found":
+                        assert job.take is not None
+                        taken = job.take(message["ready"])
+                        ids = {group: list(column) for group, column in taken.items()}
+                        process.child.send(op="blocks", job=number, ids=ids)
                     elif message["op"] == "report":
                         yield _report(message)
                         return
@@ -194,6 +199,7 @@ def _as_message(job: ImportJob, number: int, deadline: float) -> Message:
         "paths": [int(path) for path in job.paths],
         "checksums": job.checksums,
         "contents": job.contents,
+        "takes": job.take is not None,
         "deadline": deadline,
     }
 

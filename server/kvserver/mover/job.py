@@ -7,6 +7,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from queue import Empty, SimpleQueue
 
 import numpy as np
 
@@ -83,6 +84,9 @@ class Job:
         self._fingerprint: str = message["fingerprint"]
         self._checksums: bool = message["checksums"]
         self._contents: bool = message["contents"]
+        self._takes: bool = message["takes"]
+        # Block ids by group, once the node has taken them; None: stop.
+        self._given: SimpleQueue[dict[int, list[int]] | None] = SimpleQueue()
         self._ends_at: float = time.monotonic() + message["deadline"]
         self._copy_until = self._ends_at - min(
             _CLOSE_SECONDS_MAX, _CLOSE_SHARE * message["deadline"]
@@ -94,7 +98,12 @@ class Job:
     def stop(self) -> None:
         """End it soon."""
         self._stopped.set()
+        self._given.put(None)
         self._peer.stop()
+
+    def give(self, ids: dict[int, list[int]]) -> None:
+        """The blocks to fill with what the peer has."""
+        self._given.put(ids)
 
     def run(self) -> None:
         """The import; its last word is its report, or why there is none."""
@@ -187,7 +196,7 @@ class Job:
         spans: Sequence[Sequence[Span]],
     ) -> list[Copy]:
         """One a group. FailedPrecondition when the peer answers what cannot be."""
-        copies = []
+        found = []
         for (group, hashes, ids), answer in zip(self._groups, opened.groups, strict=False):
             statuses = np.frombuffer(answer.statuses, np.uint8)
             sources = np.frombuffer(answer.block_ids, "<u4").astype(np.int64)
@@ -199,22 +208,46 @@ class Job:
                 or (len(sources) and sources.max() >= peer_pool.num_blocks)
             ):
                 break
+            found.append((group, positions, sources, ids, statuses))
+        if len(found) != len(self._groups):
+            raise kvcore.errors.FailedPrecondition(
+                "its answer does not fit what was asked for", reason="BAD_PEER", field="peer"
+            )
+        taken: dict[int, list[int]] = {}
+        if self._takes and any(len(positions) for _, positions, *_ in found):
+            taken = self._take(
+                {
+                    group: (statuses == pb.BLOCK_STATUS_READY).tobytes()
+                    for group, _, _, _, statuses in found
+                }
+            )
+        copies = []
+        for group, positions, sources, ids, _ in found:
+            destinations = np.array(taken.get(group, ids), np.int64)
+            positions = positions[destinations[positions] != 0]
             copies.append(
                 Copy(
                     group,
                     positions,
                     sources[positions],
-                    np.array(ids, np.int64)[positions],
+                    destinations[positions],
                     np.zeros(len(positions), bool),
                     spans[group],
                     self._importer.spans[group],
                 )
             )
-        if len(copies) != len(self._groups):
-            raise kvcore.errors.FailedPrecondition(
-                "its answer does not fit what was asked for", reason="BAD_PEER", field="peer"
-            )
         return copies
+
+    def _take(self, ready: dict[int, bytes]) -> dict[int, list[int]]:
+        """Has the node take blocks for what is ready."""
+        self._send(op="found", job=self._job, ready=ready)
+        try:
+            taken = self._given.get(timeout=self._seconds_left())
+        except Empty:
+            taken = None
+        if taken is None:
+            raise Stopped
+        return taken
 
     def _task(
         self,
@@ -295,10 +328,13 @@ class Job:
             told[found == pb.BLOCK_STATUS_MISSING] = pb.IMPORT_STATUS_MISSING
             contents[copy.group] = []
             if valid:
-                told[copy.positions[copy.done]] = pb.IMPORT_STATUS_IMPORTED
+                came = copy.positions[copy.done]
+                told[came] = pb.IMPORT_STATUS_IMPORTED
+                # One a ready block, whether it is copied or not.
+                is_done = np.isin(np.flatnonzero(found == pb.BLOCK_STATUS_READY), came)
                 contents[copy.group] = [
                     content.SerializeToString()
-                    for content, done in zip(answer.contents, copy.done, strict=False)
+                    for content, done in zip(answer.contents, is_done, strict=False)
                     if done
                 ]
             statuses[copy.group] = told.tobytes()
