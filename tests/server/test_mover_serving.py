@@ -254,6 +254,7 @@ def test_an_error_that_nobody_expected_does_not_end_the_service(
 
     async def end() -> None:
         failures.append("end")
+        first._writer.close()  # as the real one does before it waits
         raise subprocess.TimeoutExpired("kvdepot", 10)
 
     async def spawn_at_last(**options: Any) -> Any:
