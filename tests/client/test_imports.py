@@ -197,3 +197,15 @@ def test_the_command(run: Run, source: ServerProcess) -> None:
     assert output.startswith("0 imported, 1 present, 0 pending, 1 missing")
     assert run()[0] == 2
     assert run("--all", "ff" * 32)[0] == 2
+
+
+def test_the_command_says_what_is_wrong_with_the_peer(client: Client, serve: Serve) -> None:
+    other = serve(model="gemma-like")
+    for peer, told in (
+        ("127.0.0.1:1", "the peer 127.0.0.1:1 (--from) cannot be asked"),
+        (other.target, "its fingerprint is"),
+    ):
+        command = ["import", "--server", client.target, "--from", peer, "--all"]
+        result = CliRunner().invoke(main, command)
+        assert result.exit_code == 1
+        assert told in result.output

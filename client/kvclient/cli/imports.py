@@ -11,6 +11,7 @@ from rich.progress import MofNCompleteColumn, SpinnerColumn, TextColumn
 from kvclient.cli.options import json_option, print_json, progress, server_option
 from kvclient.cli.pull import cached_hashes, parse_hash
 from kvclient.client import Client
+from kvclient.errors import Unavailable
 from kvclient.imports import ImportStatus, TransferPath
 
 _PATHS = [path.name.lower() for path in TransferPath if path is not TransferPath.UNKNOWN]
@@ -51,14 +52,9 @@ def import_(
     if bool(hashes) == everything:
         raise click.UsageError("give the hashes of blocks, or --all")
     if everything:
-        with Client(peer) as client:
-            groups = range(len(client.describe_pool().groups))
-            wanted = {one: cached_hashes(client, one) for one in groups}
+        wanted = _cached_by(peer, target)
     else:
         wanted = {group: [parse_hash(text) for text in hashes]}
-    wanted = {one: found for one, found in wanted.items() if found}
-    if not wanted:
-        raise click.ClickException("the peer caches nothing")
     with (
         Client(target) as client,
         client.import_blocks(
@@ -89,3 +85,25 @@ def import_(
         click.echo(f"{text}; {result.num_bytes:,} bytes")
     if not result.is_complete:
         raise SystemExit(1)
+
+
+def _cached_by(peer: str, target: str) -> dict[int, list[bytes]]:
+    """What the peer caches, if it is of the content that the server at ``target`` keeps."""
+    with Client(target) as client:
+        here = client.describe_pool().fingerprint
+    try:
+        with Client(peer) as client:
+            there = client.describe_pool().fingerprint
+            wanted = cached_hashes(client)
+    except Unavailable as error:
+        raise click.ClickException(
+            f"the peer {peer} (--from) cannot be asked: {error.message} ({error.reason})"
+        ) from error
+    if there != here:
+        raise click.ClickException(
+            f"the peer's blocks are of another content: its fingerprint is {there}, this server's "
+            f"{here}; model, dtype, groups, block size or hash scheme differ (FINGERPRINT_MISMATCH)"
+        )
+    if not wanted:
+        raise click.ClickException("the peer caches nothing")
+    return wanted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import BinaryIO
 
 import click
@@ -45,7 +46,7 @@ def pull(
     blocks = []
     named = [parse_hash(text) for text in hashes]
     with Client(target) as client:
-        wanted = cached_hashes(client, group) if everything else named
+        wanted = cached_hashes(client).get(group, []) if everything else named
         with progress(
             SpinnerColumn(), TextColumn("pulling"), MofNCompleteColumn(), TextColumn("blocks")
         ) as bar:
@@ -88,14 +89,14 @@ def parse_hash(text: str) -> bytes:
     return block_hash
 
 
-def cached_hashes(client: Client, group: int) -> list[bytes]:
-    """The hashes of a snapshot, parents first."""
-    hashes: list[bytes] = []
+def cached_hashes(client: Client) -> dict[int, list[bytes]]:
+    """The hashes of a snapshot by KV cache group, parents first."""
+    hashes: defaultdict[int, list[bytes]] = defaultdict(list)
     with client.stream_events(snapshot=True) as batches:
         for batch in batches:
             for event in batch.events:
-                if isinstance(event, BlockStored) and event.group == group:
-                    hashes.extend(event.block_hashes)
+                if isinstance(event, BlockStored):
+                    hashes[event.group].extend(event.block_hashes)
             if batch.snapshot_end:
                 break
     return hashes
