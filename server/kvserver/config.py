@@ -247,7 +247,8 @@ class ServerConfig:
         "closed and expired sessions remembered, so that late calls are told what happened",
         "N",
     )
-    event_history: int = option(65_536, integer(0, 1 << 24), "events kept for resuming", "N")
+    # More than a full queue holds, so that who is cut off as too slow can mostly resume.
+    event_history: int = option(1 << 19, integer(0, 1 << 24), "events kept for resuming", "N")
     event_history_bytes: int = option(
         256 << 20, integer(0, 1 << 40), "bytes of events kept for resuming, about", "BYTES"
     )

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Iterator
+from typing import cast
+
 import numpy as np
 
+from kvclient.client import Client
+from kvclient.errors import OutOfRange, ResourceExhausted
 from kvclient.events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -12,7 +19,7 @@ from kvclient.events import (
     EventBatch,
     IndexMirror,
 )
-from kvclient.replay.follower import Contents, differences
+from kvclient.replay.follower import Contents, Follower, differences
 from kvclient.replay.pattern import prefix_sums
 
 TOKENS = np.arange(50, 62, dtype="<u4")
@@ -61,6 +68,45 @@ def test_differences_name_the_blocks() -> None:
     assert differences(ours, ours) == []
     assert differences(ours, theirs) == ["group 0: 1 blocks only in the mirror: 01"]
     assert differences(theirs, ours) == ["group 0: 1 blocks missing in the mirror: 01"]
+
+
+class TooSlowClient:
+    """Its event stream is cut off after the snapshot, and its cursor is no longer kept."""
+
+    def __init__(self) -> None:
+        self.asked: list[int | None] = []
+        self._closed = threading.Event()
+
+    def stream_events(
+        self, from_sequence: int | None = None, *, epoch: str = "", snapshot: bool = False
+    ) -> TooSlowClient:
+        self.asked.append(None if snapshot else from_sequence)
+        if not snapshot:
+            raise OutOfRange("not kept", reason="CURSOR_EXPIRED", field="from_sequence")
+        return self
+
+    def __iter__(self) -> Iterator[EventBatch]:
+        if len(self.asked) == 1:
+            yield batch(7, stored(0, 1), snapshot=True, end=True)
+            raise ResourceExhausted("too slow", reason="SUBSCRIBER_TOO_SLOW", retryable=True)
+        yield batch(900, stored(1, 1, b"\0"), snapshot=True, end=True)
+        self._closed.wait(20)
+
+    def close(self) -> None:
+        self._closed.set()
+
+
+def test_a_follower_behind_the_history_begins_anew() -> None:
+    client = TooSlowClient()
+    follower = Follower(cast(Client, client))
+    deadline = time.monotonic() + 20
+    while follower.mirror.next_sequence != 900 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    follower.stop()
+    assert client.asked == [None, 7, None]
+    assert follower.error is None
+    assert (follower.num_resumed, follower.num_begun_anew) == (2, 1)
+    assert follower.mirror.hashes() == {b"\1"}
 
 
 def test_what_others_write_is_not_judged() -> None:

@@ -85,7 +85,9 @@ def explanation(report: Report) -> str:
             if report.stats.evictions
             else []
         ),
-        f"A follower rebuilt the index from {peer.events:,} events; it "
+        f"A follower rebuilt the index from {peer.events:,} events"
+        + (f", begun anew {peer.begun_anew} times: it lagged" if peer.begun_anew else "")
+        + "; it "
         + ("equals the server's." if report.mirror_equal else "DIFFERS from the server's."),
     ]
     return "\n".join(lines)

@@ -13,7 +13,13 @@ from collections.abc import Iterable, Set
 import numpy as np
 
 from kvclient.client import Client, Stream
-from kvclient.errors import DataLoss, KVDepotError, ResourceExhausted, Unavailable
+from kvclient.errors import (
+    DataLoss,
+    KVDepotError,
+    OutOfRange,
+    ResourceExhausted,
+    Unavailable,
+)
 from kvclient.events import BlockRemoved, BlockStored, Event, EventBatch, IndexMirror
 from kvclient.replay.pattern import Values, prefix_sums
 
@@ -68,7 +74,8 @@ class Contents:
 class Follower:
     """A thread on one event stream, resumed when it is cut off as too slow.
 
-    ``persists``: also when the server was away; after a restart it begins anew.
+    Behind what the server keeps it begins anew with a snapshot. ``persists``: so it does
+    when the server was away and restarted.
     """
 
     def __init__(
@@ -80,6 +87,8 @@ class Follower:
         self.lock = threading.Lock()
         self.num_events = 0
         self.num_resumed = 0
+        self.num_begun_anew = 0
+        """Of these, how often from a snapshot."""
         self.error: str | None = None
         self.ready = threading.Event()
         """Set once the first snapshot is in, or the follower gave up."""
@@ -131,20 +140,30 @@ class Follower:
                     self._follow()
                 except ResourceExhausted:  # too slow for a moment; nothing is lost
                     self.num_resumed += 1
-                except (DataLoss, Unavailable) as error:
+                except OutOfRange as error:
+                    if error.reason != "CURSOR_EXPIRED":
+                        raise
+                    self._begin_anew()
+                except DataLoss:
+                    if not self._persists:
+                        raise
+                    self._begin_anew()
+                except Unavailable:
                     if not self._persists:
                         raise
                     self.num_resumed += 1
-                    if isinstance(error, DataLoss):
-                        with self.lock:
-                            self.mirror, self.contents = IndexMirror(), Contents()
-                    else:
-                        time.sleep(_AWAY_SECONDS)
+                    time.sleep(_AWAY_SECONDS)
         except (KVDepotError, ValueError) as error:
             if not self._stopping:
                 self.error = str(error)
         finally:
             self.ready.set()
+
+    def _begin_anew(self) -> None:
+        self.num_resumed += 1
+        self.num_begun_anew += 1
+        with self.lock:
+            self.mirror, self.contents = IndexMirror(), Contents(self._roots)
 
     def _follow(self) -> None:
         if self.mirror.next_sequence is None:  # at first, or cut off within the snapshot

@@ -39,6 +39,7 @@ class PeerResult:
 
     events: int = 0
     resumed: int = 0
+    begun_anew: int = 0  # of these, from a snapshot
     blocks_mirrored: int = 0
     blocks_pulled: int = 0
     blocks_gone: int = 0
@@ -92,6 +93,7 @@ def peer_process(
                 follower.stop()
             result.events = follower.num_events
             result.resumed = follower.num_resumed
+            result.begun_anew = follower.num_begun_anew
             result.blocks_mirrored = sum(map(len, follower.mirror.blocks.values()))
     except KVDepotError as error:
         result.failures.append(f"peer: {error}")

@@ -111,6 +111,7 @@ class Report:
             "bytes_pulled": peer.bytes_pulled,
             "events": peer.events,
             "event_stream_resumed": peer.resumed,
+            "event_stream_begun_anew": peer.begun_anew,
             "blocks_mirrored": peer.blocks_mirrored,
             "mirror_equal": self.mirror_equal,
             "evictions": self.stats.evictions,
