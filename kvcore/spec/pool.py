@@ -30,8 +30,11 @@ class KVCacheGroup:
     def __post_init__(self) -> None:
         if not self.layer_names:
             raise InvalidArgument("a KV cache group needs a layer", field="layer_names")
-        if len(set(self.layer_names)) != len(self.layer_names):
-            raise InvalidArgument("a layer stands in its group twice", field="layer_names")
+        for name, count in Counter(self.layer_names).items():
+            if count > 1:
+                raise InvalidArgument(
+                    f"layer {name!r} stands in its group twice", field="layer_names"
+                )
         if isinstance(self.spec, UniformTypeKVCacheSpecs) and (
             tuple(self.spec.kv_cache_specs) != self.layer_names
         ):
@@ -90,10 +93,20 @@ class KVCacheConfig:
                 field="num_blocks",
             )
         if self.num_blocks >= 1 << 31:
-            raise InvalidArgument("num_blocks must fit an int32", field="num_blocks")
-        names = [name for group in self.groups for name in group.layer_names]
-        if len(set(names)) != len(names):
-            raise InvalidArgument("a layer stands in two groups", field="layer_names")
+            raise InvalidArgument(
+                f"{self.num_blocks} blocks are too many: num_blocks must fit an int32",
+                field="num_blocks",
+            )
+        group_of: dict[str, int] = {}
+        for number, group in enumerate(self.groups):
+            for name in group.layer_names:
+                if name in group_of:
+                    raise InvalidArgument(
+                        f"layer {name!r} stands in two groups, {group_of[name]} and {number}: "
+                        "leave it in one",
+                        field="layer_names",
+                    )
+                group_of[name] = number
         num_sink_blocks = sum(group.manager_spec.num_sink_blocks for group in self.groups)
         if num_sink_blocks > self.num_blocks - 2:
             raise InvalidArgument(

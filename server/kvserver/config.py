@@ -15,7 +15,18 @@ from kvcore.hashing import SCHEMES
 from kvcore.memory import Device
 from kvcore.spec import DTYPE_BYTES, DepotConfig, KVCacheConfig, KVCacheGroup, num_blocks_for
 from kvserver.groups import groups_of
-from kvserver.option import boolean, choice, devices, integer, one_of, option, real, text
+from kvserver.option import (
+    boolean,
+    choice,
+    devices,
+    integer,
+    num_bytes,
+    num_tokens,
+    one_of,
+    option,
+    real,
+    text,
+)
 from kvserver.presets import MODELS
 
 _DEFAULT_CAPACITY_TOKENS = 65_536
@@ -81,16 +92,16 @@ class ServerConfig:
     )
     capacity_tokens: int | None = option(
         None,
-        integer(1, 1 << 50),
+        num_tokens(1, 1 << 50),
         f"size of the pool in tokens (default {_DEFAULT_CAPACITY_TOKENS})",
         "TOKENS",
     )
     memory_bytes: int | None = option(
-        None, integer(1, 1 << 62), "size of the pool in bytes, on each device", "BYTES"
+        None, num_bytes(1, 1 << 62), "size of the pool in bytes, on each device", "BYTES"
     )
     max_books_bytes: int | None = option(
         None,
-        integer(1, 1 << 62),
+        num_bytes(1, 1 << 62),
         "most memory that the books of a full pool may take, by an estimate "
         "(default: what the machine has available)",
         "BYTES",
@@ -140,10 +151,13 @@ class ServerConfig:
         0.0, real(0.0, 0.99), "share of blocks kept free of admissions", "SHARE"
     )
     max_model_len: int = option(
-        131_072, integer(1, _INT32_MAX), "longest sequence, in tokens", "TOKENS"
+        131_072, num_tokens(1, _INT32_MAX), "longest sequence, in tokens", "TOKENS"
     )
     max_num_batched_tokens: int | None = option(
-        None, integer(1, _INT32_MAX), "most tokens of a step (default: --max-model-len)", "TOKENS"
+        None,
+        num_tokens(1, _INT32_MAX),
+        "most tokens of a step (default: --max-model-len)",
+        "TOKENS",
     )
     use_eagle: bool = option(
         False, boolean, "a draft model reads the cache: hits leave out their last block"
@@ -168,10 +182,10 @@ class ServerConfig:
         65_536, integer(1, 1 << 24), "requests that a session has at a time", "N"
     )
     max_request_tokens: int = option(
-        1 << 22, integer(1, 1 << 30), "tokens that one request holds", "TOKENS"
+        1 << 22, num_tokens(1, 1 << 30), "tokens that one request holds", "TOKENS"
     )
     max_tokens_per_session: int = option(
-        1 << 26, integer(1, 1 << 40), "tokens of all requests of a session together", "TOKENS"
+        1 << 26, num_tokens(1, 1 << 40), "tokens of all requests of a session together", "TOKENS"
     )
     max_step_operations: int = option(
         65_536, integer(1, 1 << 24), "operations of a Step, for which others wait", "N"
@@ -222,7 +236,7 @@ class ServerConfig:
     )
     max_message_bytes: int = option(
         64 << 20,
-        integer(1 << 16, _INT32_MAX),
+        num_bytes(1 << 16, _INT32_MAX),
         "largest message received or sent; a larger one is RESOURCE_EXHAUSTED",
         "BYTES",
     )
@@ -231,13 +245,13 @@ class ServerConfig:
     )
     reply_window_bytes: int = option(
         16 << 20,
-        integer(0, 1 << 40),
+        num_bytes(0, 1 << 40),
         "bytes of replies kept for a session's replay; the last one is kept whatever its size",
         "BYTES",
     )
     reply_windows_bytes: int = option(
         256 << 20,
-        integer(1 << 16, 1 << 40),
+        num_bytes(1 << 16, 1 << 40),
         "bytes of replies kept for all sessions together; not less than the largest message",
         "BYTES",
     )
@@ -250,11 +264,11 @@ class ServerConfig:
     # More than a full queue holds, so that who is cut off as too slow can mostly resume.
     event_history: int = option(1 << 19, integer(0, 1 << 24), "events kept for resuming", "N")
     event_history_bytes: int = option(
-        256 << 20, integer(0, 1 << 40), "bytes of events kept for resuming, about", "BYTES"
+        256 << 20, num_bytes(0, 1 << 40), "bytes of events kept for resuming, about", "BYTES"
     )
     event_queue: int = option(1024, integer(1, 1 << 20), "batches a subscriber may lag", "N")
     event_queue_bytes: int = option(
-        64 << 20, integer(1 << 21, 1 << 40), "bytes a subscriber may lag", "BYTES"
+        64 << 20, num_bytes(1 << 21, 1 << 40), "bytes a subscriber may lag", "BYTES"
     )
     event_heartbeat_seconds: float = option(
         5.0, real(0.01, 3600), "idle time before a heartbeat", "SECONDS"
@@ -299,10 +313,10 @@ class ServerConfig:
         "HOST:PORT",
     )
     pull_bandwidth_bytes: int = option(
-        0, integer(0, 1 << 50), "most bytes a second sent by PullBlocks; 0: no limit", "BYTES"
+        0, num_bytes(0, 1 << 50), "most bytes a second sent by PullBlocks; 0: no limit", "BYTES"
     )
     import_bandwidth_bytes: int = option(
-        0, integer(0, 1 << 50), "most bytes a second imported from peers; 0: no limit", "BYTES"
+        0, num_bytes(0, 1 << 50), "most bytes a second imported from peers; 0: no limit", "BYTES"
     )
     nixl_devices: str = option(
         "",
@@ -345,10 +359,7 @@ class ServerConfig:
                 num_blocks = num_blocks_for(self.memory_bytes, groups)
             elif num_blocks is None:
                 tokens = self.capacity_tokens or _DEFAULT_CAPACITY_TOKENS
-                num_blocks = _num_blocks_of(tokens, groups)
-                if not num_blocks:
-                    raise ConfigError(f"{tokens} tokens are less than one block of every group")
-                num_blocks += 1
+                num_blocks = 1 + _num_blocks_of(tokens, groups)
             return DepotConfig(
                 KVCacheConfig(num_blocks, groups),
                 max_model_len=self.max_model_len,
@@ -391,9 +402,15 @@ class ServerConfig:
 
 
 def _num_blocks_of(num_tokens: int, groups: tuple[KVCacheGroup, ...]) -> int:
-    """Blocks that hold so many tokens, were every group to keep them all."""
+    """Blocks that hold so many tokens, were every group to keep them all. Or ConfigError."""
     sizes = [group.spec.block_size for group in groups if group.holds_blocks]
-    return num_tokens // min(sizes) * len(sizes) if sizes else 1
+    if not sizes:
+        return 1
+    if num_tokens < min(sizes):
+        raise ConfigError(
+            f"{num_tokens} tokens are less than one block: give at least {min(sizes)}"
+        )
+    return num_tokens // min(sizes) * len(sizes)
 
 
 def split_address(address: str, *, option: str) -> tuple[str, int]:

@@ -14,6 +14,8 @@ PREFIX = "KVDEPOT_"
 
 # The file of options, and the server that the client's commands ask.
 _NO_OPTIONS = (PREFIX + "CONFIG", PREFIX + "SERVER")
+# Of the builds and tests of kvdepot itself.
+_OF_TESTS = (PREFIX + "ORACLE_", PREFIX + "SOAK_", PREFIX + "TRACE")
 # What Kubernetes sets in every pod of a namespace for a Service called kvdepot or
 # kvdepot-ANYTHING ("service links").
 _SERVICE_LINK = re.compile(
@@ -32,7 +34,7 @@ def read(environ: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
     """The values of those of the options ``names`` that have a variable set.
 
     A service link is never an option. One that has an option's name is told in the log,
-    and so is a variable that is neither.
+    and so is what is unknown.
     """
     options = {variable_of(name): name for name in names}
     given = {}
@@ -47,11 +49,20 @@ def read(environ: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
                 )
             else:
                 given[options[variable]] = value
-        elif (
-            variable.startswith(PREFIX)
-            and variable not in _NO_OPTIONS
-            and not _SERVICE_LINK.fullmatch(variable)
-        ):
-            hint = did_you_mean(variable.upper(), options)
-            logger.warning("%s is no option of the server and is ignored%s", variable, hint)
+    for message in unknown(environ, options.values()):
+        logger.warning(message)
     return given
+
+
+def unknown(environ: Mapping[str, str], names: Iterable[str]) -> list[str]:
+    """What is to be said of variables that neither an option of ``names`` nor a command has."""
+    known = [*map(variable_of, names), *_NO_OPTIONS]
+    return [
+        f"{variable} is no variable of kvdepot and is ignored"
+        + did_you_mean(variable.upper(), known)
+        for variable in environ
+        if variable.startswith(PREFIX)
+        and variable not in known
+        and not variable.startswith(_OF_TESTS)
+        and not _SERVICE_LINK.fullmatch(variable)
+    ]

@@ -13,8 +13,6 @@ from dataclasses import MISSING, fields
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-import yaml
-
 from kvcore.errors import KVDepotError
 from kvcore.spec import (
     ChunkedLocalAttentionSpec,
@@ -33,6 +31,7 @@ from kvcore.spec import (
     TQFullAttentionSpec,
     UniformTypeKVCacheSpecs,
 )
+from kvserver.option import yaml_value
 
 KINDS: dict[str, type[KVCacheSpec]] = {
     "full_attention": FullAttentionSpec,
@@ -57,8 +56,8 @@ def groups_of(value: Any) -> tuple[KVCacheGroup, ...]:
     """Groups from a file's list, or from YAML in a flag or variable."""
     if isinstance(value, str):
         try:
-            value = yaml.safe_load(value)
-        except yaml.YAMLError as error:
+            value = yaml_value(value)
+        except ValueError as error:
             raise ValueError(f"is no YAML: {error}") from None
     return parse_groups(value)
 

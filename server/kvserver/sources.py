@@ -9,17 +9,37 @@ from __future__ import annotations
 
 import argparse
 import os
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml
-
 from kvcore.errors import KVDepotError
 from kvserver import environment
 from kvserver.config import ConfigError, ServerConfig, is_loopback, split_address
+from kvserver.option import bytes_shown, yaml_value
 from kvserver.spelling import did_you_mean
+
+# Where, in the order of ServerConfig, a section of the help begins.
+_SECTIONS = {
+    "listen": "addresses",
+    "model": "the model's shape",
+    "num_blocks": "the pool's size (one of three) and place",
+    "no_prefix_caching": "prefix caching and scheduling",
+    "max_sessions": "limits of sessions",
+    "lease_ttl_seconds": "leases and resets",
+    "max_message_bytes": "messages and replies",
+    "event_history": "events",
+    "max_pulls": "transfers and imports",
+    "drain_grace_seconds": "the end",
+}
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        """No option or preset is broken in two."""
+        return textwrap.wrap(text, width, break_on_hyphens=False)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -35,8 +55,10 @@ def _parser() -> _Parser:
         description="Serve a KV-cache pool.",
         epilog="Each option is also an environment variable, and a key of the YAML file: "
         f"--num-blocks is {environment.PREFIX}NUM_BLOCKS and `num-blocks:`; what takes no value as "
-        "a flag takes true or false there. Flags win over variables, variables over the file.",
+        "a flag takes true or false there. Flags win over variables, variables over the file. "
+        "BYTES may have a unit, as 512MiB, 4GiB or 3MB, and most TOKENS too, as 3M or 128Ki.",
         allow_abbrev=False,
+        formatter_class=_HelpFormatter,
     )
     parser.add_argument(
         "--config",
@@ -44,22 +66,38 @@ def _parser() -> _Parser:
         help=f"YAML file of options (or {environment.PREFIX}CONFIG)",
         metavar="FILE",
     )
+    section: argparse._ActionsContainer = parser
     for option in fields(ServerConfig):
+        if option.name in _SECTIONS:
+            section = parser.add_argument_group(_SECTIONS[option.name])
         flag, text = flag_of(option.name), option.metadata["help"]
         if option.default is False:
-            parser.add_argument(
+            section.add_argument(
                 flag, action="store_const", const=True, default=argparse.SUPPRESS, help=text
             )
             continue
         if option.default not in (None, "") and "default" not in text:
-            text += f" (default {option.default})"
-        parser.add_argument(
+            text += f" (default {_shown(option)})"
+        section.add_argument(
             flag,
             default=argparse.SUPPRESS,
             help=text.replace("%", "%%"),
             metavar=option.metadata["metavar"],
         )
     return parser
+
+
+def _shown(option: Field[Any]) -> str:
+    """Its default."""
+    default: Any = option.default
+    if option.metadata["metavar"] == "BYTES":
+        return bytes_shown(default)
+    return f"{default:g}" if isinstance(default, float) else str(default)
+
+
+def option_names() -> tuple[str, ...]:
+    """Of every option, with underscores."""
+    return tuple(option.name for option in fields(ServerConfig))
 
 
 def flag_of(name: str) -> str:
@@ -117,9 +155,11 @@ def _parsed(option: Field[Any], value: Any, source: str) -> Any:
 
 def _read_file(path: str, options: Mapping[str, Field[Any]]) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"--config: cannot read {path}: {error}") from None
+        content = yaml_value(Path(path).read_text(encoding="utf-8")) or {}
+    except OSError as error:
+        raise ConfigError(f"--config: cannot read {path}: {error.strerror}") from None
+    except ValueError as error:  # no UTF-8, or no YAML
+        raise ConfigError(f"--config: {path} is no YAML: {error}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"--config: {path} must hold a mapping of options")
     given = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -180,7 +181,14 @@ def test_drain(tmp_path: Path) -> None:
         pytest.param(["pull"], 2, "hashes of blocks, or --all", id="pull-nothing"),
         pytest.param(["pull", "ab"], 2, "'ab' is no hash: one has 64 hex digits", id="pull-short"),
         pytest.param(["evict"], 2, "Missing argument", id="evict-nothing"),
-        pytest.param(["evict", "0"], 2, "x>=1", id="evict-the-null-block"),
+        pytest.param(
+            ["evict", "0"],
+            2,
+            "'0' is no block id: they are whole numbers from 1",
+            id="evict-the-null-block",
+        ),
+        pytest.param(["evict", "abc"], 2, "'abc' is no block id", id="evict-a-word"),
+        pytest.param(["evict", "3", "ab" * 32], 2, "and no hashes", id="evict-a-hash"),
         pytest.param(["reset", "--mode", "gently"], 2, "'refuse', 'drain', 'force'", id="mode"),
         pytest.param(["requests", "--limit", "0"], 2, "--limit", id="no-requests"),
         pytest.param(["sessions", "--server", "127.0.0.1:1"], 1, "UNAVAILABLE", id="sessions"),
@@ -241,10 +249,43 @@ def test_progress_is_for_terminals(target: str) -> None:
         assert kvdepot(*arguments, "--server", target).stderr == ""
 
 
-def test_serve_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "with_server", "told"),
+    [
+        pytest.param("KVDEPOT_SERVR", True, "did you mean KVDEPOT_SERVER?", id="misspelt"),
+        pytest.param("KVDEPOT_SERVERS", False, "did you mean KVDEPOT_SERVER?", id="client only"),
+        pytest.param("KVDEPOT_NUM_BLOKS", True, "did you mean KVDEPOT_NUM_BLOCKS?", id="option"),
+        pytest.param("KVDEPOT_NUM_BLOCKS", True, None, id="the server's"),
+        pytest.param("KVDEPOT_NUM_BLOCKS", False, None, id="the server's, client only"),
+        pytest.param("KVDEPOT_ORACLE_VENV", True, None, id="the tests'"),
+        pytest.param("KVDEPOT_SERVER_PORT", False, None, id="Kubernetes'"),
+    ],
+)
+def test_a_variable_that_is_none_is_told(
+    target: str, monkeypatch: pytest.MonkeyPatch, name: str, with_server: bool, told: str | None
+) -> None:
+    for variable in [name for name in os.environ if name.startswith("KVDEPOT_")]:
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv(name, "9")
+    if not with_server:
+        without_the_server(monkeypatch)
+    result = kvdepot("stat", "--server", target)
+    assert result.exit_code == 0
+    if told is None:
+        assert result.stderr == ""
+    else:
+        (line,) = result.stderr.splitlines()
+        assert line.startswith(f"Warning: {name} is no variable of kvdepot") and told in line
+
+
+def without_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "kvserver"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "kvserver", None)
+
+
+def test_serve_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_the_server(monkeypatch)
     result = kvdepot("serve")
     assert result.exit_code == 1
     assert "pip install 'kvdepot[server]'" in result.stderr

@@ -70,7 +70,19 @@ def test_precedence(
         pytest.param(
             ["--memory-bytes", "100"], {}, "--memory-bytes: .* at least 2", id="too little memory"
         ),
-        pytest.param(["--capacity-tokens", "15"], {}, "--capacity-tokens: 15", id="half a block"),
+        pytest.param(
+            ["--capacity-tokens", "15"],
+            {},
+            "--capacity-tokens: 15 .* at least 16",
+            id="half a block",
+        ),
+        pytest.param(["--capacity-tokens", "0"], {}, "must be at least 1, got 0", id="no tokens"),
+        pytest.param(["--capacity-tokens", "-5"], {}, "a number of tokens", id="less than none"),
+        pytest.param(["--capacity-tokens", "3MiB"], {}, "a number of tokens.* 3M,", id="not bytes"),
+        pytest.param(["--memory-bytes", "4 gigs"], {}, "such as 512MiB, 4GiB", id="no unit"),
+        pytest.param(["--memory-bytes", "0.1KiB"], {}, "a number of bytes", id="part of a byte"),
+        pytest.param(["--memory-bytes", "9999999T"], {}, "must be at most", id="too many bytes"),
+        pytest.param(["--groups", "[{"], {}, "--groups: is no YAML: line 1, col", id="no YAML"),
         pytest.param(
             [], {"KVDEPOT_CAPACITY_TOKENS": str(1 << 50)}, "KVDEPOT_CAP.*int32", id="endless"
         ),
@@ -99,9 +111,13 @@ def test_refused(argv: list[str], environ: dict[str, str], named: str) -> None:
     [
         pytest.param("blok-size: 8", "'blok-size'; did you mean block_size", id="unknown option"),
         pytest.param("- 8", "mapping", id="a list"),
+        pytest.param("groups:\n- [a", "is no YAML: line 2, column 5: expected", id="cut off"),
+        pytest.param("a: \x07", "is no YAML: unacceptable character", id="no text"),
         pytest.param("block-size: [8]", "block-size", id="a list as value"),
         pytest.param("block-size: true", "block-size", id="a boolean as number"),
-        pytest.param("a: b: c", "cannot read", id="not YAML"),
+        pytest.param(
+            "a: b: c", r"/kvdepot.yaml is no YAML: line 1, column 5: mapping", id="not YAML"
+        ),
     ],
 )
 def test_refused_file(tmp_path: Path, text: str, named: str) -> None:
@@ -116,7 +132,7 @@ def test_refused_file(tmp_path: Path, text: str, named: str) -> None:
     [
         pytest.param("KVDEPOT_NUM_BLOKS", "9", "did you mean KVDEPOT_NUM_BLOCKS?", id="misspelt"),
         pytest.param("KVDEPOT_num_blocks", "9", "did you mean KVDEPOT_NUM_BLOCKS?", id="small"),
-        pytest.param("KVDEPOT_ZORK", "9", "KVDEPOT_ZORK is no option", id="like none"),
+        pytest.param("KVDEPOT_ZORK", "9", "KVDEPOT_ZORK is no variable of kvdepot", id="like none"),
         pytest.param(
             "KVDEPOT_METRICS_PORT", "tcp://10.0.0.1:9464", "the Service kvdepot-metrics", id="link"
         ),
@@ -126,6 +142,8 @@ def test_refused_file(tmp_path: Path, text: str, named: str) -> None:
         pytest.param("KVDEPOT_SERVICE_PORT_GRPC", "50051", None, id="its named port"),
         pytest.param("KVDEPOT_METRICS_SERVICE_HOST", "10.0.0.1", None, id="another Service"),
         pytest.param("KVDEPOT_SERVER", "127.0.0.1:1", None, id="the commands' variable"),
+        pytest.param("KVDEPOT_SERVR", "9", "did you mean KVDEPOT_SERVER?", id="misspelt command's"),
+        pytest.param("KVDEPOT_ORACLE_VENV", "/v", None, id="the tests' variable"),
         pytest.param("KUBERNETES_PORT", "tcp://10.0.0.1:443", None, id="not ours"),
     ],
 )
@@ -190,6 +208,11 @@ def test_available_memory(tmp_path: Path, files: dict[str, str], available: int 
         pytest.param(["--capacity-tokens", "3000000", "--block-size", "512"], 5860, id="tokens"),
         # 16 tokens of 128 bytes a block.
         pytest.param(["--memory-bytes", str(100 * 2048)], 100, id="bytes"),
+        pytest.param(["--capacity-tokens", "3M", "--block-size", "512"], 5860, id="in millions"),
+        pytest.param(["--capacity-tokens", "2Ki"], 129, id="in powers of two"),
+        pytest.param(["--memory-bytes", "0.5MiB"], 256, id="half of a MiB"),
+        pytest.param(["--memory-bytes", "1 mib"], 512, id="written otherwise"),
+        pytest.param(["--memory-bytes", "2_048MB"], 1_000_000, id="powers of ten"),
         pytest.param([], 4097, id="default"),
     ],
 )

@@ -147,7 +147,7 @@ def test_what_counts_encoder_tokens_needs_caching_off(tmp_path: Path) -> None:
             f"[{{kind: full_attention, layer_names: [a], {HEADS}}},"
             f" {{kind: full_attention, layer_names: [a], {HEADS}}}]",
             [],
-            "^--groups: a layer stands in two groups",
+            "^--groups: layer 'a' stands in two groups, 0 and 1",
             id="of all groups together",
         ),
         pytest.param(
@@ -195,7 +195,7 @@ WINDOW = f"kind: sliding_window, layer_names: [b], {HEADS}"
         ),
         pytest.param(
             f"[{{kind: full_attention, layer_names: [a, a], {HEADS}}}]",
-            r"groups\[0\]\.layer_names: a layer stands in its group twice",
+            r"groups\[0\]\.layer_names: layer 'a' stands in its group twice",
             id="a layer twice",
         ),
         pytest.param(
@@ -258,7 +258,11 @@ WINDOW = f"kind: sliding_window, layer_names: [b], {HEADS}"
             r"groups\[0\]\.kind: .* is no KVCacheSpec",
             id="no spec",
         ),
-        pytest.param(f"[{FULL}, {FULL}]", "layer stands in two groups", id="a layer in two groups"),
+        pytest.param(
+            f"[{FULL}, {FULL}]",
+            "layer 'a' stands in two groups, 0 and 1",
+            id="a layer in two groups",
+        ),
         pytest.param(
             f"[{FULL}, {{{WINDOW}, sliding_window: 8}}]\nhash-block-size: 3",
             "hash_block_size 3 must divide",

@@ -9,7 +9,7 @@ from kvclient.cli.empty import evict, reset
 from kvclient.cli.imports import import_
 from kvclient.cli.pull import pull
 from kvclient.cli.replay import demo, replay
-from kvclient.cli.serve import serve
+from kvclient.cli.serve import serve, unknown_variables
 from kvclient.cli.sessions import requests, sessions
 from kvclient.cli.transfers import transfers
 from kvclient.errors import KVDepotError, Unavailable
@@ -34,8 +34,12 @@ class _Group(click.Group):
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="kvdepot")
-def main() -> None:
+@click.pass_context
+def main(context: click.Context) -> None:
     """kvdepot: a standalone KV-cache service for LLM inference."""
+    if context.invoked_subcommand != "serve":  # which tells it in its log
+        for message in unknown_variables():
+            click.echo(f"Warning: {message}", err=True)
 
 
 for command in (

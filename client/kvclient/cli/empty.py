@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from kvclient.cli.options import json_option, print_json, server_option, waiting
@@ -53,8 +55,23 @@ def reset(
         click.echo(f"reset; generation {generation} has begun")
 
 
+class _BlockId(click.ParamType):  # type: ignore[type-arg,unused-ignore]
+    name = "block id"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        text = str(value)
+        if not (text.isascii() and text.isdigit() and int(text)):
+            self.fail(
+                f"{text!r} is no block id: they are whole numbers from 1, as block tables have "
+                "them, and no hashes",
+                param,
+                ctx,
+            )
+        return int(text)
+
+
 @click.command()
-@click.argument("block_ids", nargs=-1, required=True, type=click.IntRange(1), metavar="ID...")
+@click.argument("block_ids", nargs=-1, required=True, type=_BlockId(), metavar="ID...")
 @server_option
 @json_option
 def evict(block_ids: tuple[int, ...], target: str, as_json: bool) -> None:

@@ -53,8 +53,8 @@ _WHOLE_BLOCK = 1 << 20  # a stride ends with its block anyway
 @click.option("--block-size", type=click.IntRange(1), help="Of the own server.")
 @click.option(
     "--capacity-tokens",
-    type=click.IntRange(1),
-    help=f"Of the own server (default: {_CAPACITY_TOKENS:,}).",
+    metavar="TOKENS",
+    help=f"Of the own server, as `kvdepot serve` takes it, say 3M (default: {_CAPACITY_TOKENS:,}).",
 )
 @click.option(
     "--num-blocks", type=click.IntRange(2), help="The same in blocks, with the null block."
@@ -122,7 +122,7 @@ def replay(
     model: str | None,
     config: str | None,
     block_size: int | None,
-    capacity_tokens: int | None,
+    capacity_tokens: str | None,
     num_blocks: int | None,
     layout: str | None,
     one_by_one: bool,
