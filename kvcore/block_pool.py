@@ -328,12 +328,15 @@ class BlockPool:
         """The extra keys of whoever registered the block's content."""
         return self.extras.get(block.block_id, NO_EXTRA_KEYS)
 
-    def forget_matching(self, matches: Callable[[ExtraKeys], bool]) -> None:
-        """Forget every block whose content's extra keys match. Costs time per block."""
+    def forget_matching(self, matches: Callable[[ExtraKeys], bool]) -> int:
+        """Forget every block whose content's extra keys match; how many. Costs time per block."""
+        num_forgotten = 0
         for block in self.blocks:
             if block.block_hash is not None and matches(self.extra_of(block)):
                 self._drop_content(block, "reset")
                 self.num_cached_blocks -= self.is_free(block)
+                num_forgotten += 1
+        return num_forgotten
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Forget the blocks of these ids. Nothing is done if one is out of range."""
@@ -353,14 +356,19 @@ class BlockPool:
         self.clear(generation)
         return True
 
-    def clear(self, generation: int) -> None:
-        """Forget all content, also that of blocks in use, which keep their references."""
+    def clear(self, generation: int) -> int:
+        """Forget all content, also that of blocks in use, which keep their references.
+
+        Answers how many blocks had any.
+        """
+        num_cleared = 0
         for index in self.indexes:
             index.entries.clear()
         self.partial.clear()
         self.extras.clear()
         self.num_cached_blocks = 0
         for block in self.blocks:
+            num_cleared += block.block_hash is not None
             block.block_hash = None
             block.content = None
             block.pending = None
@@ -370,6 +378,7 @@ class BlockPool:
             self.vllm_feed.cleared(generation)
         if self.publish_events:
             self.truth_feed.cleared(generation)
+        return num_cleared
 
     def _drop_content(self, block: KVCacheBlock, reason: str = "evicted") -> None:
         block_hash = block.block_hash

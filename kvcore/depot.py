@@ -23,7 +23,7 @@ from kvcore.errors import (
 from kvcore.events import BlockStored, Event
 from kvcore.feed import Entry, events_of
 from kvcore.hashing import SCHEMES, make_scheme
-from kvcore.holders import BlockHolder, block_holders, largest, session_holds
+from kvcore.holders import BlockHolder, block_holders, explained, largest
 from kvcore.imports import Imports, import_running
 from kvcore.listing import RequestInfo, SessionInfo, list_requests, list_sessions
 from kvcore.manager import KVCacheManager
@@ -251,8 +251,7 @@ class Depot:
         result = admit(self, session, request, slots, budget)
         if name_holders and result.outcome is Outcome.NO_FIT:
             assert result.no_fit is not None
-            explained = replace(result.no_fit, holders=session_holds(self))
-            return replace(result, no_fit=explained)
+            return replace(result, no_fit=explained(self, result.no_fit))
         return result
 
     def holds_off(self, request: Request) -> bool:

@@ -4,12 +4,12 @@ refused allocation."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import nlargest
 from operator import attrgetter
 from typing import TYPE_CHECKING, TypeVar
 
-from kvcore.operation import SessionHold
+from kvcore.operation import NoFit, SessionHold
 from kvcore.transfer import ID_SHOWN
 
 if TYPE_CHECKING:
@@ -82,8 +82,9 @@ def block_holders(depot: Depot, scope: ResetScope | None = None) -> Iterator[Blo
             yield BlockHolder("", found.peer, "", 0, num_blocks, found.import_id[:ID_SHOWN])
 
 
-def session_holds(depot: Depot) -> tuple[SessionHold, ...]:
-    """The sessions that keep the most blocks from the others, departed ones among them.
+def explained(depot: Depot, refusal: NoFit) -> NoFit:
+    """The refusal, with who holds the blocks: the sessions that keep the most of them from
+    the others, departed ones among them, and what transfers and imports keep.
 
     Costs time per request, little: refusals are an everyday answer.
     """
@@ -97,4 +98,11 @@ def session_holds(depot: Depot) -> tuple[SessionHold, ...]:
         for session in depot.departed.values()
         if (num_blocks := session.view.num_held_blocks)
     ]
-    return largest(holds)
+    pins = depot.pool.pins
+    num_filling = len(pins.idle & pins.filling)
+    return replace(
+        refusal,
+        holders=largest(holds),
+        pinned_blocks=len(pins.idle) - num_filling,
+        in_transfer_blocks=num_filling,
+    )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
+from kvcore.errors import KVDepotError
 from kvcore.hashing import ExtraKeys
 
 BlockTables = tuple[list[int], ...]
@@ -108,7 +109,11 @@ class SessionHold:
 
 @dataclass(frozen=True, slots=True)
 class NoFit:
-    """Why an allocation was refused, in blocks. ``holders`` hold the most, most first."""
+    """Why an allocation was refused, in blocks. ``holders`` hold the most, most first.
+
+    What no session holds and is not free either: ``pinned_blocks`` are kept for transfers,
+    ``in_transfer_blocks`` are being filled by imports.
+    """
 
     needed_blocks: int
     free_blocks: int
@@ -116,6 +121,8 @@ class NoFit:
     watermark_blocks: int
     reason: NoFitReason = NoFitReason.BLOCKS
     holders: tuple[SessionHold, ...] = ()
+    pinned_blocks: int = 0
+    in_transfer_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +212,7 @@ class OperationError:
     """Why the operation at ``index`` of a Step answered INVALID."""
 
     index: int
-    reason: str
-    message: str
+    error: KVDepotError
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ until it is preempted and admitted anew.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -55,13 +55,18 @@ class ResetScope:
 
 @dataclass(frozen=True, slots=True)
 class ResetResult:
-    """``done`` False: the drain ``drain_id`` is pending, or was abandoned."""
+    """``done`` False: the drain ``drain_id`` is pending, or was abandoned.
+
+    ``holders`` keep a drain waiting, or go on over a forced reset, which took the content
+    of ``num_blocks_cleared`` blocks.
+    """
 
     generation: int
     done: bool = True
     drain_id: int = 0
     abandoned: bool = False
     holders: tuple[BlockHolder, ...] = ()
+    num_blocks_cleared: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,25 +89,24 @@ class Resets:
         self.generation = 0
         self.drain: Drain | None = None
         self._last_drain_id = 0
-        # How drains ended: the generation they began, or None.
-        self._ended: OrderedDict[int, int | None] = OrderedDict()
+        # How drains ended: in a reset, or None.
+        self._ended: OrderedDict[int, ResetResult | None] = OrderedDict()
 
     def reset(self, mode: ResetMode, scope: ResetScope | None) -> ResetResult:
         """See Depot.reset_prefix_cache."""
         if mode is ResetMode.FORCE:
             self._stop_registering(scope)
-            self._clear(scope)
-        elif mode is ResetMode.DRAIN:
+            holders = largest(block_holders(self._depot, scope))
+            return replace(self._clear(scope), holders=holders)
+        if mode is ResetMode.DRAIN:
             return self._begin_drain(scope)
-        elif self._in_use(scope):
+        if self._in_use(scope):
             raise FailedPrecondition(
                 f"blocks are in use: {self._holders_named(scope)}",
                 reason="BLOCKS_IN_USE",
                 retryable=True,
             )
-        else:
-            self._clear(scope)
-        return ResetResult(self.generation)
+        return self._clear(scope)
 
     def state(self, drain_id: int) -> ResetResult:
         """How a drain stands. NotFound if it is not known (any more)."""
@@ -119,10 +123,10 @@ class Resets:
                 reason="UNKNOWN_DRAIN",
                 field="drain_id",
             )
-        generation = self._ended[drain_id]
-        if generation is None:
+        reset = self._ended[drain_id]
+        if reset is None:
             return ResetResult(self.generation, done=False, drain_id=drain_id, abandoned=True)
-        return ResetResult(generation, drain_id=drain_id)
+        return replace(reset, drain_id=drain_id)
 
     def settle(self) -> None:
         """Reset, if a drain is pending and nothing is left for it to wait for."""
@@ -150,22 +154,24 @@ class Resets:
             self.settle()
         return self.state(self._last_drain_id)
 
-    def _end_drain(self, generation: int | None) -> None:
+    def _end_drain(self, reset: ResetResult | None) -> None:
         assert self.drain is not None
-        self._ended[self.drain.drain_id] = generation
+        self._ended[self.drain.drain_id] = reset
         self.drain = None
         if len(self._ended) > DRAINS_KEPT:
             self._ended.popitem(last=False)
 
-    def _clear(self, scope: ResetScope | None) -> None:
+    def _clear(self, scope: ResetScope | None) -> ResetResult:
         self.generation += 1
         if scope is None:
-            self._depot.pool.clear(self.generation)
+            num_blocks = self._depot.pool.clear(self.generation)
         else:
-            self._depot.pool.forget_matching(scope.matches)
+            num_blocks = self._depot.pool.forget_matching(scope.matches)
+        reset = ResetResult(self.generation, num_blocks_cleared=num_blocks)
         if self.drain is not None and scope in (None, self.drain.scope):
             # What the drain wanted gone is gone.
-            self._end_drain(self.generation)
+            self._end_drain(reset)
+        return reset
 
     def _stop_registering(self, scope: ResetScope | None) -> None:
         for session in self._depot.sessions.values():

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import struct
 from array import array
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvcore.content import write_tokens
 from kvcore.errors import InvalidArgument, KVDepotError
-from kvcore.holders import session_holds
+from kvcore.holders import explained
 from kvcore.operation import (
     NO_CACHE,
     NO_FREE,
@@ -354,10 +353,10 @@ class _StepRun:
         if self.refused or refusal is None:
             return refusal
         self.refused = True
-        return replace(refusal, holders=session_holds(self.depot))
+        return explained(self.depot, refusal)
 
     def _invalid(self, error: KVDepotError) -> Outcome:
-        self.errors.append(OperationError(self.index, error.reason, error.message))
+        self.errors.append(OperationError(self.index, error))
         return Outcome.INVALID
 
 

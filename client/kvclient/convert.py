@@ -242,6 +242,8 @@ def no_fit(refusal: cache_pb2.NoFit) -> NoFit:
         refusal.watermark_blocks,
         NoFitReason(refusal.reason or NoFitReason.BLOCKS),
         session_holds(refusal.holders),
+        refusal.pinned_blocks,
+        refusal.in_transfer_blocks,
     )
 
 
@@ -275,6 +277,7 @@ def reset_result(reply: cache_pb2.ResetPrefixCacheResponse) -> ResetResult:
         holders=block_holders(reply.holders),
         drain_id=reply.drain_id,
         abandoned=reply.abandoned,
+        num_blocks_cleared=reply.num_blocks_cleared,
     )
 
 
@@ -306,7 +309,10 @@ def step_result(reply: cache_pb2.StepResponse) -> StepResult:
         free_outcomes=reply.free.outcomes,
         free_tickets=struct.unpack(f"<{len(tickets) // 8}Q", tickets),
         no_fit=no_fit(reply.no_fit) if reply.HasField("no_fit") else None,
-        errors=[OperationError(e.index, e.reason, e.message) for e in reply.errors],
+        errors=[
+            OperationError(e.index, e.reason, e.message, e.code, e.field, e.retryable)
+            for e in reply.errors
+        ],
         free_blocks=reply.free_blocks,
     )
 

@@ -126,4 +126,6 @@ def pool_description(pool: types_pb2.PoolDescription, epoch: str) -> PoolDescrip
         prefill_context_parallel_size=pool.prefill_context_parallel_size or 1,
         tensor_parallel_size=pool.tensor_parallel_size or 1,
         tensor_parallel_rank=pool.tensor_parallel_rank,
+        model=pool.model,
+        weights_revision=pool.weights_revision,
     )

@@ -146,6 +146,8 @@ class PoolDescription:
     prefill_context_parallel_size: int
     tensor_parallel_size: int = 1
     tensor_parallel_rank: int = 0
+    model: str = ""
+    weights_revision: str = ""
 
     @property
     def mapping_path(self) -> str:

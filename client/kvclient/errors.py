@@ -12,7 +12,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc.status_pb2 import Status
 
-from kvclient.values import BlockHolder
+from kvclient.values import BlockHolder, OperationError
 from kvdepot.v1 import types_pb2
 
 
@@ -153,6 +153,7 @@ _BY_CODE: dict[grpc.StatusCode, type[KVDepotError]] = {
     grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
     grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
 }
+_BY_NUMBER = {code.value[0]: error_class for code, error_class in _BY_CODE.items()}
 _BY_REASON: dict[str, type[KVDepotError]] = {"BLOCKS_IN_USE": BlocksInUse}
 _LOST_REASONS = ("STALE_EPOCH", "UNKNOWN_SESSION", "SESSION_EXPIRED")
 _RETRYABLE_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
@@ -177,6 +178,16 @@ def from_rpc_error(error: grpc.RpcError) -> KVDepotError:
             typed.current_epoch = detail.current_epoch
         if detail.HasField("expected_op_seq"):
             typed.expected_op_seq = detail.expected_op_seq
+    return typed
+
+
+def of_operation(failed: OperationError) -> KVDepotError:
+    """The typed error of one operation of a Step, as a unary call of it would raise it."""
+    error_class = _BY_NUMBER.get(failed.code, InternalError if failed.code else InvalidArgument)
+    typed = error_class(
+        failed.message, reason=failed.reason, field=failed.field, retryable=failed.retryable
+    )
+    typed.answered = True
     return typed
 
 

@@ -29,6 +29,7 @@ from kvclient.values import (
     FreeResult,
     Hit,
     ResetMode,
+    ResetResult,
     SlotRequest,
     SlotResult,
     Step,
@@ -147,7 +148,22 @@ class Session:
         timeout_s: float | None = None,
         mark: StepMark | None = None,
     ) -> int:
-        """Empties the cache, or the part with this LoRA name or salt; the new generation.
+        """As ``reset``; the new generation."""
+        result = self.reset(
+            mode, lora_name=lora_name, cache_salt=cache_salt, timeout_s=timeout_s, mark=mark
+        )
+        return result.generation
+
+    def reset(
+        self,
+        mode: ResetMode | str = ResetMode.REFUSE,
+        *,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+        timeout_s: float | None = None,
+        mark: StepMark | None = None,
+    ) -> ResetResult:
+        """Empties the cache, or the part with this LoRA name or salt.
 
         "refuse": BlocksInUse while blocks are in use. "drain": admits nothing more and
         waits until none is, at most ``timeout_s`` (default: the server's bound), then
@@ -158,7 +174,7 @@ class Session:
         while True:
             result = self._call(polls.call(mark))
             if polls.is_done(result):
-                return result.generation
+                return result
             time.sleep(polls.next_pause())
 
     def step(self, step: Step, *, mark: StepMark | None = None) -> StepResult:

@@ -285,7 +285,11 @@ class SessionHold:
 
 @dataclass(frozen=True, slots=True)
 class NoFit:
-    """Why an allocation was refused, counts in blocks, and who holds the most of them."""
+    """Why an allocation was refused, counts in blocks, and who holds the most of them.
+
+    What no session holds and is not free either: ``pinned_blocks`` are kept for transfers
+    that peers read, ``in_transfer_blocks`` are being filled by imports.
+    """
 
     needed_blocks: int
     free_blocks: int
@@ -293,6 +297,8 @@ class NoFit:
     watermark_blocks: int
     reason: NoFitReason = NoFitReason.BLOCKS
     holders: tuple[SessionHold, ...] = ()
+    pinned_blocks: int = 0
+    in_transfer_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,13 +350,18 @@ class BlockHolder:
 
 @dataclass(frozen=True, slots=True)
 class ResetResult:
-    """How a reset stands. Not ``done``: a drain waits for ``holders``, or was ``abandoned``."""
+    """How a reset stands. Not ``done``: a drain waits for ``holders``, or was ``abandoned``.
+
+    ``num_blocks_cleared``: whose content it took. ``holders`` of a forced one go on with
+    their blocks.
+    """
 
     generation: int
     done: bool
     holders: tuple[BlockHolder, ...]
     drain_id: int
     abandoned: bool
+    num_blocks_cleared: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,11 +389,18 @@ class GrowResults:
 
 @dataclass(frozen=True, slots=True)
 class OperationError:
-    """Why the operation at ``index`` of a Step answered INVALID."""
+    """Why the operation at ``index`` of a Step answered INVALID.
+
+    ``code`` is a gRPC status code; 0 from a server that does not tell it.
+    ``kvclient.errors.of_operation`` makes an error of it.
+    """
 
     index: int
     reason: str
     message: str
+    code: int = 0
+    field: str = ""
+    retryable: bool = False
 
 
 @dataclass(frozen=True, slots=True)

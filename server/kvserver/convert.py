@@ -39,6 +39,7 @@ from kvcore.spec import (
     UniformTypeKVCacheSpecs,
 )
 from kvdepot.v1 import cache_pb2, event_pb2, types_pb2
+from kvserver.errors import code_of
 
 Columns = TypeVar("Columns", Grow, Cache, Free)
 
@@ -235,6 +236,8 @@ def no_fit(refusal: NoFit | None) -> cache_pb2.NoFit | None:
             )
             for hold in refusal.holders
         ],
+        pinned_blocks=refusal.pinned_blocks,
+        in_transfer_blocks=refusal.in_transfer_blocks,
     )
 
 
@@ -262,6 +265,7 @@ def reset_response(result: ResetResult, *, epoch: str) -> cache_pb2.ResetPrefixC
         holders=block_holders(result.holders),
         drain_id=result.drain_id,
         abandoned=result.abandoned,
+        num_blocks_cleared=result.num_blocks_cleared,
     )
 
 
@@ -296,8 +300,16 @@ def step_response(result: StepResult, *, op_seq: int | None, epoch: str) -> cach
     if result.free_outcomes or result.free_tickets:
         response.free.outcomes = result.free_outcomes
         response.free.tickets = result.free_tickets
-    for error in result.errors:
-        response.errors.add(index=error.index, reason=error.reason, message=error.message)
+    for failed in result.errors:
+        error = failed.error
+        response.errors.add(
+            index=failed.index,
+            reason=error.reason,
+            message=error.message,
+            code=code_of(error).value[0],
+            field=error.field,
+            retryable=error.retryable,
+        )
     return response
 
 
@@ -417,6 +429,8 @@ def pool_description(
         prefill_context_parallel_size=config.pcp_world_size,
         tensor_parallel_size=config.tensor_parallel_size,
         tensor_parallel_rank=config.tensor_parallel_rank,
+        model=config.model,
+        weights_revision=config.weights_revision,
     )
 
 

@@ -47,7 +47,7 @@ class Failure:
 def failure(error: Exception, *, method: str, epoch: str) -> Failure:
     """The status for ``error``. What is not a caller's doing is logged and told as INTERNAL."""
     if isinstance(error, errors.KVDepotError):
-        code = CODES.get(type(error), grpc.StatusCode.UNKNOWN)
+        code = code_of(error)
         message = _shortened(error.message)
         detail = types_pb2.ErrorDetail(
             reason=error.reason, retryable=error.retryable, field=_shortened(error.field)
@@ -71,6 +71,11 @@ def failure(error: Exception, *, method: str, epoch: str) -> Failure:
     status = Status(code=code.value[0], message=message)
     status.details.add().Pack(detail)
     return Failure(code, message, status.SerializeToString())
+
+
+def code_of(error: errors.KVDepotError) -> grpc.StatusCode:
+    """The status code of one of the core's errors."""
+    return CODES.get(type(error), grpc.StatusCode.UNKNOWN)
 
 
 def _shortened(text: str) -> str:

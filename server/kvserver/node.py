@@ -30,6 +30,8 @@ from kvserver.worker import Worker
 
 logger = logging.getLogger(__name__)
 
+_NAMED_MAX = 8
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionPolicy:
@@ -337,6 +339,22 @@ class Node:
     def is_in_use(self) -> bool:
         """Whether a session, a transfer or an import is still open."""
         return bool(self.depot.sessions) or len(self.transfers) + len(self.imports) > 0
+
+    def in_use(self) -> list[str]:
+        """What is open, in words; of many, the oldest."""
+        sessions = [
+            f"session {session.name or session.session_id} ({len(session.requests)} requests)"
+            for session in self.depot.sessions.values()
+        ]
+        transfers = [
+            f"{'import' if one.is_import else 'transfer'} {one.shown_id} "
+            f"{'from' if one.is_import else 'of'} {one.name or 'an unnamed peer'} "
+            f"({one.num_blocks} blocks)"
+            for one in (*self.transfers.listed(), *self.imports.listed())
+        ]
+        named = [*sessions[:_NAMED_MAX], *transfers[:_NAMED_MAX]]
+        num_more = len(sessions) + len(transfers) - len(named)
+        return [*named, f"and {num_more} more"] if num_more else named
 
     def end_streams(self) -> None:
         """No more requests on open streams; those of workers and followers end."""

@@ -179,7 +179,16 @@ class Server:
         return (
             f"kvdepot ready grpc={host}:{self.port} uds={self.config.uds or 'off'} "
             f"metrics={metrics} epoch={self.node.depot.epoch} "
-            f"blocks={self.node.pool.num_blocks}"
+            f"blocks={self.node.pool.num_blocks} {self._pool_shown()}"
+        )
+
+    def _pool_shown(self) -> str:
+        depot_config, memory = self.node.depot.config, self.node.memory
+        return (
+            f"bytes={0 if memory is None else memory.nbytes} "
+            f"device={'none' if memory is None else ','.join(map(str, self.config.device))} "
+            f"model={depot_config.model or 'unnamed'} "
+            f"groups={len(depot_config.kv_cache.groups)} fingerprint={depot_config.fingerprint}"
         )
 
     async def stop(self, hurry: asyncio.Event | None = None) -> None:
@@ -195,6 +204,8 @@ class Server:
             if hurry is not None and hurry.is_set():
                 break
             await asyncio.sleep(_DRAIN_POLL_SECONDS)
+        if left := self.node.in_use():
+            logger.warning("ended with the grace: %s", "; ".join(left))
         self.node.end_streams()
         self._cache.end_streams()
         self._health.end_streams()
@@ -313,10 +324,10 @@ async def _serve(config: ServerConfig) -> None:
     drained = asyncio.create_task(_drained(server, stopping))
     await stopping.wait()
     drained.cancel()
-    if num_sessions := len(server.node.depot.sessions):
+    if waited_for := server.node.in_use():
         logger.info(
-            "stopping: %d open sessions get %g s to close; another signal skips that",
-            *(num_sessions, config.drain_grace_seconds),
+            "stopping: these get %g s to end, another signal skips that: %s",
+            *(config.drain_grace_seconds, "; ".join(waited_for)),
         )
     else:
         logger.info("stopping")

@@ -30,6 +30,7 @@ from kvclient.values import (
     FreeResult,
     Hit,
     ResetMode,
+    ResetResult,
     SlotRequest,
     SlotResult,
     Step,
@@ -143,16 +144,31 @@ class Session:
         timeout_s: float | None = None,
         mark: StepMark | None = None,
     ) -> int:
-        """Empties the cache, or the part with this LoRA name or salt; the new generation.
+        """As ``reset``; the new generation."""
+        result = await self.reset(
+            mode, lora_name=lora_name, cache_salt=cache_salt, timeout_s=timeout_s, mark=mark
+        )
+        return result.generation
 
-        As ``kvclient.session.Session.reset_prefix_cache``; calls of other tasks go on while
+    async def reset(
+        self,
+        mode: ResetMode | str = ResetMode.REFUSE,
+        *,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+        timeout_s: float | None = None,
+        mark: StepMark | None = None,
+    ) -> ResetResult:
+        """Empties the cache, or the part with this LoRA name or salt.
+
+        As ``kvclient.session.Session.reset``; calls of other tasks go on while
         a drain waits.
         """
         polls = DrainPolls(mode, (lora_name, cache_salt), timeout_s)
         while True:
             result = await self._call(polls.call(mark))
             if polls.is_done(result):
-                return result.generation
+                return result
             await asyncio.sleep(polls.next_pause())
 
     async def step(self, step: Step, *, mark: StepMark | None = None) -> StepResult:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
 
 import click
 from rich.console import Console
 from rich.table import Table
 
 from kvclient.cli.options import json_option, print_json, server_option, waiting
+from kvclient.cli.sessions import span
 from kvclient.client import Client
-from kvclient.reports import Stats
+from kvclient.description import FileMapping, KVCacheGroup, PoolDescription
+from kvclient.reports import SessionState, Stats, TransferDirection
 
 
 @click.command()
@@ -20,10 +23,11 @@ def stat(target: str, as_json: bool) -> None:
     """Show a server's figures."""
     with Client(target) as client:
         stats = client.stats()
+        pool = client.describe_pool()
     if as_json:
-        print_json(asdict(stats))
+        print_json({**asdict(stats), "pool": _pool_json(pool)})
     else:
-        Console().print(_stats_table(stats))
+        Console().print(_stats_table(stats, pool))
 
 
 @click.command()
@@ -61,21 +65,42 @@ def drain(target: str, as_json: bool) -> None:
     It opens no new sessions, and those that are open get a grace to close.
     """
     with Client(target) as client:
+        # Before: a server that nothing keeps waiting is gone at once.
+        transfers = client.list_transfers()
+        sessions = client.list_sessions()
         num_sessions = client.drain()
     if as_json:
-        print_json({"sessions": num_sessions})
-    else:
-        click.echo(f"the server stops; it waits for {num_sessions} sessions, within its grace")
+        print_json({"sessions": num_sessions, "transfers": len(transfers)})
+        return
+    click.echo(
+        f"the server stops; within its grace it waits for {num_sessions} sessions and "
+        f"{len(transfers)} transfers and imports"
+    )
+    for session in sessions:
+        if session.state is SessionState.OPEN:
+            who = session.name or session.session_id
+            click.echo(f"session {who} ({session.num_requests} requests)")
+    for info in transfers:
+        kind = "import" if info.direction is TransferDirection.IN else "transfer"
+        click.echo(
+            f"{kind} {info.transfer} ({info.name or 'unnamed'}, {info.num_blocks} blocks, ends "
+            f"within {span(info.lease_remaining_seconds)})"
+        )
 
 
-def _stats_table(stats: Stats) -> Table:
+def _stats_table(stats: Stats, pool: PoolDescription) -> Table:
     table = Table(title="kvdepot", show_header=False)
     table.add_column(style="bold")
-    table.add_column(justify="right")
+    table.add_column(justify="right", overflow="fold")
     usable = stats.num_blocks - 1
     for name, value in (
         ("epoch", stats.epoch),
         ("uptime", f"{stats.uptime_seconds:,.0f} s"),
+        ("model", f"{pool.model or 'unnamed'} {pool.weights_revision}".rstrip()),
+        ("fingerprint", pool.fingerprint),
+        *((f"group {i}", _group(group)) for i, group in enumerate(pool.groups)),
+        ("device", _device(pool)),
+        ("bytes", f"{_num_bytes(pool):,}"),
         ("blocks", f"{usable:,} and the null block"),
         ("  live", f"{stats.blocks.live:,}"),
         ("  cached", f"{stats.blocks.cached:,}"),
@@ -100,6 +125,45 @@ def _stats_table(stats: Stats) -> Table:
     ):
         table.add_row(name, value)
     return table
+
+
+def _group(group: KVCacheGroup) -> str:
+    spec = group.spec
+    window = spec.sliding_window or spec.attention_chunk_size or spec.rswa_window
+    return f"{group.kind}, {len(group.layer_names)} layers, {group.block_size} tokens a block" + (
+        f", window {window}" if window else ""
+    )
+
+
+def _device(pool: PoolDescription) -> str:
+    """Where the bytes are, a rank each."""
+    places = [
+        "cpu" if isinstance(mapping, FileMapping) else f"cuda:{mapping.device_index}"
+        for mapping in pool.mappings
+    ]
+    return ", ".join(places) or "none: the server keeps no bytes"
+
+
+def _num_bytes(pool: PoolDescription) -> int:
+    return sum(mapping.nbytes for mapping in pool.mappings)
+
+
+def _pool_json(pool: PoolDescription) -> dict[str, Any]:
+    return {
+        "model": pool.model,
+        "weights_revision": pool.weights_revision,
+        "fingerprint": pool.fingerprint,
+        "groups": [
+            {
+                "kind": group.kind,
+                "num_layers": len(group.layer_names),
+                "block_size": group.block_size,
+            }
+            for group in pool.groups
+        ],
+        "device": _device(pool) if pool.mappings else None,
+        "bytes": _num_bytes(pool),
+    }
 
 
 def _share(part: int, whole: int) -> str:

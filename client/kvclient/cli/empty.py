@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -46,13 +47,24 @@ def reset(
         client.open_session("kvdepot reset", lease_ttl_s=_LEASE_S) as session,
         waiting("waiting for the blocks in use" if mode == "drain" else "reset"),
     ):
-        generation = session.reset_prefix_cache(
+        result = session.reset(
             mode, lora_name=lora_name, cache_salt=cache_salt, timeout_s=timeout_seconds
         )
     if as_json:
-        print_json({"generation": generation})
+        print_json(
+            {
+                "generation": result.generation,
+                "blocks": result.num_blocks_cleared,
+                "holders": [asdict(holder) for holder in result.holders],
+            }
+        )
     else:
-        click.echo(f"reset; generation {generation} has begun")
+        click.echo(
+            f"reset: {result.num_blocks_cleared} blocks lost their content; generation "
+            f"{result.generation} has begun"
+        )
+        for holder in result.holders:
+            click.echo(f"still in use, but no hits any more: {holder}")
 
 
 class _BlockId(click.ParamType):  # type: ignore[type-arg,unused-ignore]

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvclient.cli.options import json_option, print_json, server_option
-from kvclient.cli.sessions import span
+from kvclient.cli.sessions import plain_table, span
 from kvclient.client import Client
 from kvclient.reports import TransferDirection, TransferInfo
 
@@ -36,11 +36,11 @@ def transfers(target: str, as_json: bool) -> None:
 
 
 def _table(found: tuple[TransferInfo, ...]) -> Table:
-    table = Table()
-    for name in ("id", "direction", "peer", "opened", "ends in"):
-        table.add_column(name)
-    for name in ("blocks", "MiB", "done"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = plain_table(
+        *("id", "direction", "peer", "opened", "ends in"),
+        *("blocks", "MiB", "done"),
+        folded=("peer",),
+    )
     for info in found:
         is_import = info.direction is TransferDirection.IN
         table.add_row(

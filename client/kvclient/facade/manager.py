@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from kvclient.errors import BlocksInUse, InvalidArgument, KVDepotError
+from kvclient.errors import BlocksInUse, InvalidArgument, KVDepotError, NotFound
 from kvclient.facade.blocks import BlockPool, DetachedBlock, KVCacheBlocks
 from kvclient.facade.books import Books
 from kvclient.facade.growth import LazyGrowth, is_certain
@@ -84,6 +84,8 @@ class KVCacheManager(Books):
         self._steps_in_flight = steps_in_flight
         self._step = 1
         self._detached: dict[int, BlockTables] = {}
+        # Handles and tables of what was popped and whose ticket is not heard of yet.
+        self._popped: dict[str, list[tuple[int, BlockTables]]] = {}
         self._growth: LazyGrowth | None = None
         self._outbox = Outbox(
             self._stream,
@@ -228,26 +230,47 @@ class KVCacheManager(Books):
             self._outbox.flush()
 
     def pop_blocks_for_free(self, request: Any) -> list[DetachedBlock]:
-        """Ends the request, and keeps its blocks off the pool until they are freed."""
-        known = self._known.pop(request.request_id, None)
-        if known is None:
+        """Ends the request, and keeps its blocks off the pool until they are freed.
+
+        After an error, asked again: it answers what it would have answered.
+        """
+        request_id = request.request_id
+        known = self._known.get(request_id)
+        if known is not None:
+            if known.num_asked:
+                self._outbox.collect()
+            self._outbox.free(known, FreeMode.DETACH)
+            del self._known[request_id]
+            ended = known.handle, self._end_table(known)
+            self._popped.setdefault(request_id, []).append(ended)
+        if request_id not in self._popped:
             return []
-        if known.num_asked:
-            self._outbox.collect()
-        self._outbox.free(known, FreeMode.DETACH)
-        tickets = self._outbox.exchange().free_tickets
-        table = self._end_table(known)
-        if not tickets or not tickets[-1]:
-            return []
-        self._detached[tickets[-1]] = table
-        return [DetachedBlock(block_id, tickets[-1]) for group in table for block_id in group]
+        self._outbox.exchange()
+        blocks = []
+        for handle, table in self._popped.pop(request_id):
+            ticket = self._outbox.tickets.pop(handle, 0)
+            if not ticket:
+                self._tables.drop(table)
+            else:
+                self._detached[ticket] = table
+                blocks += [DetachedBlock(block_id, ticket) for group in table for block_id in group]
+        return blocks
 
     def return_ticket(self, ticket: int) -> None:
-        """Gives popped blocks back to the pool, tail first."""
-        table = self._detached.pop(ticket)
+        """Gives popped blocks back to the pool, tail first; a no-op if that was done.
+
+        After an error, asked again: they are given back once.
+        """
+        if ticket not in self._detached:
+            return
         self._outbox.flush()
-        self.session.return_blocks(ticket, mark=self._mark())
-        self._tables.drop(table)
+        try:
+            self.session.return_blocks(ticket, mark=self._mark())
+        except NotFound as error:
+            # It was done, and that was not heard.
+            if error.reason != "UNKNOWN_TICKET":
+                raise
+        self._tables.drop(self._detached.pop(ticket))
         self._outbox.forget_free_blocks()
 
     def reset_prefix_cache(

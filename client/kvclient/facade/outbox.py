@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kvclient.errors import CacheLost, InternalError, InvalidArgument, KVDepotError, NotFound
+from kvclient.errors import CacheLost, InternalError, KVDepotError, NotFound, of_operation
 from kvclient.facade.known import KnownRequest
 from kvclient.stream import PendingStep, StepStream
 from kvclient.values import (
@@ -117,6 +117,8 @@ class Outbox:
         self._operations_max = min(OPERATIONS_MAX, step_operations_max or OPERATIONS_MAX)
         # Why what the requests hold is not known any more.
         self._lost: CacheLost | None = None
+        # Of detached requests by handle, until they are taken.
+        self.tickets: dict[int, int] = {}
         # At the last answer, for this session.
         self.num_free_blocks: int | None = None
 
@@ -267,7 +269,10 @@ class Outbox:
         del self._ahead[: len(ahead)]
         if not self._queue:
             self._lookahead = None
-        self._sent.append(_Sent(pending, asks, len(admissions), bool(asks or caches or frees)))
+        holds_more = bool(asks or caches or frees)
+        self._sent.append(
+            _Sent(pending, asks, [handle for handle, _ in frees], len(admissions), holds_more)
+        )
         self._num_admitting += bool(admissions)
         return pending
 
@@ -300,6 +305,9 @@ class Outbox:
                 ask.outcome = Outcome(outcomes[index]) if outcomes else _OK
                 ask.new_blocks = tuple([column[index] for column in columns])
                 self._on_answer(ask)
+        for handle, ticket in zip(sent.freed, result.free_tickets, strict=False):
+            if ticket:
+                self.tickets[handle] = ticket
         try:
             _check(result)
         except KVDepotError:
@@ -327,10 +335,11 @@ class Outbox:
 
 
 class _Sent(NamedTuple):
-    """A message without an answer. ``holds_more`` than its admissions."""
+    """A message without an answer. ``freed`` are handles; ``holds_more`` than its admissions."""
 
     pending: PendingStep
     asks: list[Ask]
+    freed: list[int]
     num_admissions: int
     holds_more: bool
 
@@ -355,8 +364,7 @@ def _grow(asks: list[Ask]) -> Grow:
 def _check(result: StepResult) -> None:
     """Raises for an outcome that no caller can go on from."""
     if result.errors:
-        error = result.errors[0]
-        raise InvalidArgument(error.message, reason=error.reason)
+        raise of_operation(result.errors[0])
     outcomes = {admission.outcome for admission in result.admissions}
     outcomes.update(map(Outcome, result.grow.outcomes))
     outcomes.update(map(Outcome, result.cache_outcomes))

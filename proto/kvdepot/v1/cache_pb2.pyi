@@ -223,20 +223,24 @@ class SessionHold(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., name: _Optional[str] = ..., num_blocks: _Optional[int] = ..., departed: bool = ...) -> None: ...
 
 class NoFit(_message.Message):
-    __slots__ = ("needed_blocks", "free_blocks", "reserved_blocks", "watermark_blocks", "holders", "reason")
+    __slots__ = ("needed_blocks", "free_blocks", "reserved_blocks", "watermark_blocks", "holders", "reason", "pinned_blocks", "in_transfer_blocks")
     NEEDED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     RESERVED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     WATERMARK_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     HOLDERS_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    PINNED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    IN_TRANSFER_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     needed_blocks: int
     free_blocks: int
     reserved_blocks: int
     watermark_blocks: int
     holders: _containers.RepeatedCompositeFieldContainer[SessionHold]
     reason: NoFitReason
-    def __init__(self, needed_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., watermark_blocks: _Optional[int] = ..., holders: _Optional[_Iterable[_Union[SessionHold, _Mapping]]] = ..., reason: _Optional[_Union[NoFitReason, str]] = ...) -> None: ...
+    pinned_blocks: int
+    in_transfer_blocks: int
+    def __init__(self, needed_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., watermark_blocks: _Optional[int] = ..., holders: _Optional[_Iterable[_Union[SessionHold, _Mapping]]] = ..., reason: _Optional[_Union[NoFitReason, str]] = ..., pinned_blocks: _Optional[int] = ..., in_transfer_blocks: _Optional[int] = ...) -> None: ...
 
 class SlotResult(_message.Message):
     __slots__ = ("outcome", "num_new_computed_tokens", "num_new_tokens", "hit_blocks", "new_blocks", "handle", "no_fit")
@@ -369,20 +373,22 @@ class ResetPrefixCacheRequest(_message.Message):
     def __init__(self, context: _Optional[_Union[_types_pb2.CallContext, _Mapping]] = ..., mode: _Optional[_Union[ResetMode, str]] = ..., scope: _Optional[_Union[ResetScope, _Mapping]] = ..., deadline_seconds: _Optional[float] = ..., drain_id: _Optional[int] = ...) -> None: ...
 
 class ResetPrefixCacheResponse(_message.Message):
-    __slots__ = ("generation", "epoch", "done", "holders", "drain_id", "abandoned")
+    __slots__ = ("generation", "epoch", "done", "holders", "drain_id", "abandoned", "num_blocks_cleared")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     HOLDERS_FIELD_NUMBER: _ClassVar[int]
     DRAIN_ID_FIELD_NUMBER: _ClassVar[int]
     ABANDONED_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_CLEARED_FIELD_NUMBER: _ClassVar[int]
     generation: int
     epoch: str
     done: bool
     holders: _containers.RepeatedCompositeFieldContainer[BlockHolder]
     drain_id: int
     abandoned: bool
-    def __init__(self, generation: _Optional[int] = ..., epoch: _Optional[str] = ..., done: bool = ..., holders: _Optional[_Iterable[_Union[BlockHolder, _Mapping]]] = ..., drain_id: _Optional[int] = ..., abandoned: bool = ...) -> None: ...
+    num_blocks_cleared: int
+    def __init__(self, generation: _Optional[int] = ..., epoch: _Optional[str] = ..., done: bool = ..., holders: _Optional[_Iterable[_Union[BlockHolder, _Mapping]]] = ..., drain_id: _Optional[int] = ..., abandoned: bool = ..., num_blocks_cleared: _Optional[int] = ...) -> None: ...
 
 class Run(_message.Message):
     __slots__ = ("kind", "count")
@@ -479,14 +485,20 @@ class FreeResults(_message.Message):
     def __init__(self, outcomes: _Optional[bytes] = ..., tickets: _Optional[bytes] = ...) -> None: ...
 
 class OperationError(_message.Message):
-    __slots__ = ("index", "reason", "message")
+    __slots__ = ("index", "reason", "message", "code", "field", "retryable")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    RETRYABLE_FIELD_NUMBER: _ClassVar[int]
     index: int
     reason: str
     message: str
-    def __init__(self, index: _Optional[int] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+    code: int
+    field: str
+    retryable: bool
+    def __init__(self, index: _Optional[int] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., code: _Optional[int] = ..., field: _Optional[str] = ..., retryable: bool = ...) -> None: ...
 
 class StepResponse(_message.Message):
     __slots__ = ("op_seq", "admissions", "grow", "cache", "free", "no_fit", "errors", "epoch", "free_blocks")

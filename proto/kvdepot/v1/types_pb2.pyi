@@ -234,7 +234,7 @@ class CudaIpcMapping(_message.Message):
     def __init__(self, device_index: _Optional[int] = ..., device_uuid: _Optional[str] = ..., handle: _Optional[bytes] = ..., offset_bytes: _Optional[int] = ..., ref_counter_handle: _Optional[bytes] = ..., ref_counter_offset: _Optional[int] = ..., event_handle: _Optional[bytes] = ..., event_sync_required: bool = ...) -> None: ...
 
 class PoolDescription(_message.Message):
-    __slots__ = ("fingerprint", "num_blocks", "groups", "layout", "layers", "mappings", "hash_scheme", "hash_seed", "hash_block_size", "max_model_len", "enable_prefix_caching", "scheduler_block_size", "decode_context_parallel_size", "prefill_context_parallel_size", "tensor_parallel_size", "tensor_parallel_rank")
+    __slots__ = ("fingerprint", "num_blocks", "groups", "layout", "layers", "mappings", "hash_scheme", "hash_seed", "hash_block_size", "max_model_len", "enable_prefix_caching", "scheduler_block_size", "decode_context_parallel_size", "prefill_context_parallel_size", "tensor_parallel_size", "tensor_parallel_rank", "model", "weights_revision")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
@@ -251,6 +251,8 @@ class PoolDescription(_message.Message):
     PREFILL_CONTEXT_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_RANK_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_REVISION_FIELD_NUMBER: _ClassVar[int]
     fingerprint: str
     num_blocks: int
     groups: _containers.RepeatedCompositeFieldContainer[KVCacheGroup]
@@ -267,7 +269,9 @@ class PoolDescription(_message.Message):
     prefill_context_parallel_size: int
     tensor_parallel_size: int
     tensor_parallel_rank: int
-    def __init__(self, fingerprint: _Optional[str] = ..., num_blocks: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[KVCacheGroup, _Mapping]]] = ..., layout: _Optional[_Union[PoolLayout, str]] = ..., layers: _Optional[_Iterable[_Union[LayerLayout, _Mapping]]] = ..., mappings: _Optional[_Iterable[_Union[PoolMapping, _Mapping]]] = ..., hash_scheme: _Optional[str] = ..., hash_seed: _Optional[str] = ..., hash_block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., enable_prefix_caching: bool = ..., scheduler_block_size: _Optional[int] = ..., decode_context_parallel_size: _Optional[int] = ..., prefill_context_parallel_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., tensor_parallel_rank: _Optional[int] = ...) -> None: ...
+    model: str
+    weights_revision: str
+    def __init__(self, fingerprint: _Optional[str] = ..., num_blocks: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[KVCacheGroup, _Mapping]]] = ..., layout: _Optional[_Union[PoolLayout, str]] = ..., layers: _Optional[_Iterable[_Union[LayerLayout, _Mapping]]] = ..., mappings: _Optional[_Iterable[_Union[PoolMapping, _Mapping]]] = ..., hash_scheme: _Optional[str] = ..., hash_seed: _Optional[str] = ..., hash_block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., enable_prefix_caching: bool = ..., scheduler_block_size: _Optional[int] = ..., decode_context_parallel_size: _Optional[int] = ..., prefill_context_parallel_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., tensor_parallel_rank: _Optional[int] = ..., model: _Optional[str] = ..., weights_revision: _Optional[str] = ...) -> None: ...
 
 class ErrorDetail(_message.Message):
     __slots__ = ("reason", "retryable", "field", "current_epoch", "expected_op_seq")
