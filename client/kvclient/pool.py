@@ -6,6 +6,7 @@ torch is imported when a tensor is asked for, numpy when an array is.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from difflib import get_close_matches
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -208,12 +209,22 @@ class Pool:
         """``slots.block_table`` of one group as an int32 tensor on the pool's device.
 
         ``(len(tables), width)``, one row a request; 0, the null block, where there is none.
+        InvalidArgument for tables of another shape, or a row wider than ``width``.
         """
         import torch
 
-        from kvclient.slots import block_table
+        from kvclient.slots import block_table, checked_tables
 
-        return torch.tensor(block_table(tables, width), dtype=torch.int32, device=self.device)
+        rows = checked_tables(tables, self.num_blocks)
+        if width is not None and (wider := [i for i, row in enumerate(rows) if len(row) > width]):
+            raise InvalidArgument(
+                f"width is {width}, and tables[{wider[0]}] has {len(rows[wider[0]])} blocks: leave "
+                "it out for the longest, or give more",
+                field="width",
+            )
+        padded = block_table(rows, width)
+        shape = (len(rows), len(padded[0]) if rows else width or 0)
+        return torch.tensor(padded, dtype=torch.int32, device=self.device).reshape(shape)
 
     def slot_mapping(
         self,
@@ -228,12 +239,13 @@ class Pool:
 
         Of each request's table in ``group``, the slots of the tokens ``starts`` to ``starts +
         num_tokens``; -1 where the table has the null block, and as padding to ``pad_to`` in
-        all. InvalidArgument where the group's slots are none of tokens: of a Mamba group, or
-        with context parallelism.
+        all. InvalidArgument where the three differ in length or a table is too short, and
+        where the group's slots are none of tokens: of a Mamba group, or with context
+        parallelism.
         """
         import torch
 
-        from kvclient.slots import SLOT_PADDING, slot_mapping
+        from kvclient.slots import SLOT_PADDING, checked_counts, checked_tables, slot_mapping
 
         self._require_group(group)
         spec = self.description.groups[group].spec
@@ -242,11 +254,18 @@ class Pool:
             raise InvalidArgument(
                 f"group {group} ({spec.kind}) keeps no slot a token on this rank", field="group"
             )
-        slots = [
-            slot
-            for table, start, count in zip(tables, starts, num_tokens, strict=True)
-            for slot in slot_mapping(table, block_size, start, count)
-        ]
+        rows = checked_tables(tables, self.num_blocks)
+        starts = checked_counts(starts, len(rows), "starts")
+        num_tokens = checked_counts(num_tokens, len(rows), "num_tokens")
+        slots: list[int] = []
+        for i, (row, start, count) in enumerate(zip(rows, starts, num_tokens, strict=True)):
+            if start + count > len(row) * block_size:
+                raise InvalidArgument(
+                    f"tables[{i}] has {len(row)} blocks of {block_size} tokens, too few for tokens "
+                    f"up to {start + count}: give the request's whole table in group {group}",
+                    field=f"tables[{i}]",
+                )
+            slots += slot_mapping(row, block_size, start, count)
         if pad_to is not None:
             if pad_to < len(slots):
                 raise InvalidArgument(f"{len(slots)} slots exceed {pad_to}", field="pad_to")
@@ -272,7 +291,10 @@ class Pool:
 
     def _require_group(self, group: int) -> None:
         if not 0 <= group < len(self.description.groups):
-            raise InvalidArgument(f"there is no group {group}", field="group")
+            last = len(self.description.groups) - 1
+            raise InvalidArgument(
+                f"there is no group {group}: the pool's are 0 to {last}", field="group"
+            )
 
     @property
     def _bytes(self) -> MappedBytes:
@@ -309,5 +331,12 @@ class Pool:
             name = self.layer_names[layer]
         layout = self._layouts.get(name) if isinstance(name, str) else None
         if layout is None:
-            raise NotFound(f"there is no layer {layer!r}", reason="UNKNOWN_LAYER", field="layer")
+            close = get_close_matches(str(layer), self.layer_names, n=1)
+            raise NotFound(
+                f"there is no layer {layer!r}; "
+                + (f"did you mean {close[0]!r}? " if close else "")
+                + f"The pool has {len(self.layer_names)}, in layer_names",
+                reason="UNKNOWN_LAYER",
+                field="layer",
+            )
         return layout

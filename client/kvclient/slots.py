@@ -7,6 +7,10 @@ holds the null block (id 0) nothing is kept: such tokens have no slot, but -1.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
+from typing import Any
+
+from kvclient.errors import InvalidArgument
 
 SLOT_PADDING = -1
 TABLE_PADDING = NULL_BLOCK = 0
@@ -68,3 +72,66 @@ def block_table(tables: Sequence[Sequence[int]], width: int | None = None) -> li
         if len(row) > width:
             raise ValueError(f"a table of {len(row)} blocks is wider than {width}")
     return [[*row, *[TABLE_PADDING] * (width - len(row))] for row in tables]
+
+
+def checked_tables(tables: Sequence[Sequence[int]], num_blocks: int) -> list[list[int]]:
+    """One row of block ids a request, as lists. InvalidArgument for any other shape."""
+    if not _is_list(tables):
+        raise _wrong_shape("tables", tables)
+    return [_checked_row(row, f"tables[{i}]", num_blocks) for i, row in enumerate(tables)]
+
+
+def checked_counts(counts: Sequence[int], num_rows: int, field: str) -> list[int]:
+    """One number a request, none negative. InvalidArgument for anything else."""
+    if not _is_list(counts) or len(counts) != num_rows:
+        found = f"{len(counts)} entries" if _is_list(counts) else repr(counts)
+        raise InvalidArgument(
+            f"{field} must have one number a row of tables, {num_rows} in all; got {found}",
+            field=field,
+        )
+    numbers = []
+    for i, count in enumerate(counts):
+        try:
+            numbers.append(index(count))
+        except TypeError:
+            numbers.append(-1)
+        if numbers[-1] < 0:
+            raise InvalidArgument(
+                f"{field}[{i}] must be a whole number, not negative; got {count!r}",
+                field=f"{field}[{i}]",
+            )
+    return numbers
+
+
+def _checked_row(row: Any, field: str, num_blocks: int) -> list[int]:
+    if not _is_list(row):
+        raise _wrong_shape(field, row)
+    try:
+        ids = list(map(index, row))
+    except TypeError:
+        raise _wrong_shape(field, row) from None
+    if ids and not 0 <= min(ids) <= max(ids) < num_blocks:
+        wrong = next(block_id for block_id in ids if not 0 <= block_id < num_blocks)
+        raise InvalidArgument(
+            f"{field}: block {wrong} is not one of 0 to {num_blocks - 1}", field=field
+        )
+    return ids
+
+
+def _is_list(value: Any) -> bool:
+    """Lists, tuples, arrays and tensors of one dimension or more."""
+    return (
+        hasattr(value, "__len__")
+        and getattr(value, "ndim", 1) > 0
+        and not isinstance(value, (str, bytes, dict))
+    )
+
+
+def _wrong_shape(field: str, value: Any) -> InvalidArgument:
+    shown = repr(value)
+    shown = shown if len(shown) <= 60 else shown[:57] + "..."
+    return InvalidArgument(
+        f"{field}: tables are a list of rows, a request each, of whole block ids of one KV cache "
+        f"group; of a request's tables take one, tables[group]. Got {shown}",
+        field=field,
+    )

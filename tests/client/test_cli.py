@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvclient.cli import main
+from kvclient.cli.pull import cached_hashes
 from kvclient.client import Client
 from kvclient.session import Session
 from kvclient.values import Content, ExtraKeys, SlotRequest
@@ -56,6 +58,14 @@ def test_stat(target: str) -> None:
     assert "cached" in shown.output
     stats = json.loads(kvdepot("stat", "--server", target, "--json").output)
     assert stats["num_blocks"] == 9
+    pool = stats["pool"]
+    for words in (
+        *(pool["model"], pool["fingerprint"], f"{9 * 16 * 128:,}"),
+        "full_attention, 2 layers, 16 tokens a block",
+    ):
+        assert words in shown.output
+    assert (pool["model"], pool["device"], pool["bytes"]) == ("tiny", "cpu", 9 * 16 * 128)
+    assert pool["groups"] == [{"kind": "full_attention", "num_layers": 2, "block_size": 16}]
     assert stats["blocks"] == {
         "live": 0,
         "cached": 2,
@@ -114,6 +124,14 @@ def test_sessions(at_work: tuple[str, Session]) -> None:
     text = kvdepot("sessions", "--server", target, columns=200).output
     for words in (session.session_id, "engine-0", "open", "s ago", "of 20 s"):
         assert words in text
+    narrow = kvdepot("sessions", "--server", target).output
+    names = ["id", "name", "lease", "requests", "tokens", "blocks", "held", "workers"]
+    assert_in_columns(narrow, names)
+    short, name, *_, num_requests, num_tokens, num_blocks, held, workers = narrow.splitlines()[
+        2
+    ].split()
+    assert (short, name) == (session.session_id[:8], "engine-0")
+    assert [num_requests, num_tokens, num_blocks, held, workers] == ["2", "43", "3", "0", "1"]
     listed = json.loads(kvdepot("sessions", "--server", target, "--json").output)["sessions"]
     assert [(info["name"], info["state"]) for info in listed] == [("engine-0", "open")]
     assert (listed[0]["num_requests"], listed[0]["num_tokens"]) == (2, len(PROMPT) + 3)
@@ -125,19 +143,44 @@ def test_sessions(at_work: tuple[str, Session]) -> None:
     assert (stats["num_sessions"], stats["num_departed_sessions"]) == (0, 1)
 
 
+def assert_in_columns(text: str, names: list[str], columns: int = 80) -> None:
+    assert text.splitlines()[0].split() == names
+    assert all(len(line) <= columns and "…" not in line for line in text.splitlines())
+
+
 def test_requests(at_work: tuple[str, Session]) -> None:
     target, session = at_work
     text = kvdepot("requests", "--server", target, columns=200).output
     for words in ("runs", "running", "waits", "waiting", "adapter", f"{len(PROMPT)}"):
         assert words in text
+    session.get_computed_blocks("chatcmpl-" + "0123456789abcdef" * 3, [1])
+    narrow = kvdepot("requests", "--server", target).output
+    assert_in_columns(narrow, ["session", "id", "state", "tokens", "computed", "blocks"])
+    assert [session.session_id[:8], "runs", "running", "40", "0", "3"] in [
+        line.split() for line in narrow.splitlines()
+    ]
+    # What callers name is folded, not cut.
+    column = narrow.index("id")
+    assert "0123456789abcdef" * 3 in "".join(
+        line[column : column + 37].strip() for line in narrow.splitlines()[4:]
+    )
     one = kvdepot("requests", "--server", target, "--limit", "1", "--json")
     answer = json.loads(one.output)
     assert [info["request_id"] for info in answer["requests"]] == ["runs"]
     assert answer["more"] is True
     of_session = ("requests", "--server", target, "--session", session.session_id, "--json")
     answer = json.loads(kvdepot(*of_session).output)
-    assert [info["state"] for info in answer["requests"]] == ["running", "waiting"]
+    assert [info["state"] for info in answer["requests"]] == ["running", "waiting", "waiting"]
     assert answer["more"] is False
+    of_session = (*of_session[:4], session.session_id[:8], "--json")
+    assert json.loads(kvdepot(*of_session).output) == answer
+    # Of 17 ids two begin alike.
+    others = [session.client.open_session() for _ in range(16)]
+    begin = Counter(one.session_id[0] for one in (session, *others)).most_common(1)[0][0]
+    ambiguous = kvdepot("requests", "--server", target, "--session", begin)
+    assert ambiguous.exit_code == 2 and "give more of the id" in ambiguous.stderr
+    for other in others:
+        other.close()
     nobody = kvdepot("requests", "--server", target, "--session", "nobody")
     assert nobody.exit_code == 1
     assert "UNKNOWN_SESSION" in nobody.stderr
@@ -152,14 +195,18 @@ def test_reset_and_evict(at_work: tuple[str, Session]) -> None:
     in_vain = kvdepot("reset", "--server", target, "--mode", "drain", "--timeout-seconds", "0.05")
     assert "session engine-0 request runs (3 blocks) (DRAIN_ABANDONED)" in in_vain.stderr
     other = kvdepot("reset", "--server", target, "--cache-salt", "another")
-    assert other.output == "reset; generation 1 has begun\n"
+    assert other.output == "reset: 0 blocks lost their content; generation 1 has begun\n"
     evicted = kvdepot("evict", "--server", target, "1", "2", "3")
     assert evicted.output == "2 of 3 blocks had content and lost it\n"
     out_of_range = kvdepot("evict", "--server", target, "33")
     assert out_of_range.exit_code == 1
     assert "from 1 to 32, not 33" in out_of_range.stderr
     forced = kvdepot("reset", "--server", target, "--mode", "force", "--json")
-    assert json.loads(forced.output) == {"generation": 2}
+    answer = json.loads(forced.output)
+    assert (answer["generation"], answer["blocks"]) == (2, 0)
+    assert [(one["request_id"], one["num_blocks"]) for one in answer["holders"]] == [("runs", 3)]
+    again = kvdepot("reset", "--server", target, "--mode", "force").output
+    assert "still in use, but no hits any more: session engine-0 request runs (3 blocks)" in again
     assert (
         "in use: session engine-0 request runs (3 blocks)"
         in kvdepot("audit", "--server", target).output
@@ -171,7 +218,26 @@ def test_reset_and_evict(at_work: tuple[str, Session]) -> None:
 def test_drain(tmp_path: Path) -> None:
     with server("--mapping-dir", str(tmp_path), "--num-blocks", "9") as (process, target):
         drained = kvdepot("drain", "--server", target)
-        assert drained.output == "the server stops; it waits for 0 sessions, within its grace\n"
+        assert drained.output == (
+            "the server stops; within its grace it waits for 0 sessions and 0 transfers and "
+            "imports\n"
+        )
+        assert process.wait(20) == 0
+
+
+def test_a_drain_says_what_it_waits_for(tmp_path: Path) -> None:
+    flags = ("--mapping-dir", str(tmp_path), "--num-blocks", "9", "--drain-grace-seconds", "20")
+    with server(*flags) as (process, target), Client(target) as client:
+        session = client.open_session("engine-0")
+        session.allocate_slots(SlotRequest("runs", Content(PROMPT), lookup=True))
+        session.cache_blocks("runs", len(PROMPT))
+        transfer = client.open_transfer(cached_hashes(client), name="decode-7")
+        lines = kvdepot("drain", "--server", target).output.splitlines()
+        assert lines[0].endswith("waits for 1 sessions and 1 transfers and imports")
+        assert lines[1] == "session engine-0 (1 requests)"
+        assert lines[2].startswith(f"transfer {transfer.transfer_id[:8]} (decode-7, 2 blocks, ends")
+        client.close_transfer(transfer.transfer_id)
+        session.close()
         assert process.wait(20) == 0
 
 

@@ -304,6 +304,48 @@ def test_an_answer_that_was_not_heard_is_made_up_for(serve: Any, strict: bool) -
     wire.close()
 
 
+def test_a_ticket_that_was_not_heard_is_kept(serve: Any) -> None:
+    """Popped blocks are the caller's, and given back once, whichever answer was lost."""
+    server = serve(num_blocks=NUM_BLOCKS)
+    wire = Wire(server.target)
+    with Client(wire.target, timeout_s=0.4) as far, server.client() as near:
+        facade = KVCacheManager(far.open_session())
+        request = Request("a", list(range(8)), 8, 8)
+        for _ in range(2):  # the same id again
+            facade.new_step_starts()
+            blocks = facade.allocate_slots(request, 8)
+            assert blocks is not None
+            wire.losing = True
+            with pytest.raises(DeadlineExceeded):
+                facade.pop_blocks_for_free(request)
+            wire.cut()
+            popped = facade.pop_blocks_for_free(request)
+            assert [block.block_id for block in popped] == blocks.blocks[0]
+            assert facade.pop_blocks_for_free(request) == []
+            assert near.stats().blocks.live == 2
+            wire.losing = True
+            with pytest.raises(DeadlineExceeded):
+                facade.block_pool.free_blocks(popped)
+            wire.cut()
+            facade.block_pool.free_blocks(popped)
+            facade.block_pool.free_blocks(popped)
+            assert near.stats().blocks.live == 0
+        assert near.audit().violations == ()
+        facade.close()
+    wire.close()
+
+
+def test_an_operations_error_keeps_its_class(serve: Any) -> None:
+    server = serve(num_blocks=NUM_BLOCKS, max_tokens_per_session=10)
+    with server.client() as client, client.open_session() as session:
+        facade = KVCacheManager(session)
+        assert facade.allocate_slots(Request("a", list(range(8)), 8, 8), 8) is not None
+        with pytest.raises(ResourceExhausted) as caught:
+            facade.allocate_slots(Request("b", list(range(8)), 8, 8), 8)
+        assert (caught.value.reason, caught.value.answered) == ("TOO_MANY_TOKENS", True)
+        facade.close()
+
+
 def test_an_admission_behind_what_is_refused_is_made_up_for(client: Client) -> None:
     with client.open_session() as session:
         facade = KVCacheManager(session)

@@ -14,7 +14,7 @@ import pytest
 from kvclient import Client
 from kvclient.errors import FailedPrecondition, InvalidArgument, NotFound
 from kvclient.events import BlockStored
-from kvclient.pool import map_pool
+from kvclient.pool import Pool, map_pool
 from kvclient.slots import slot_mapping
 from kvclient.values import BlockStatus, Content, PoolDescription, SlotRequest
 
@@ -23,7 +23,7 @@ torch = pytest.importorskip("torch")
 LOOK = """
 import sys
 from kvclient import Client
-from kvclient.pool import map_pool
+from kvclient.pool import Pool, map_pool
 from kvclient.slots import slot_mapping
 pool = map_pool(Client(sys.argv[1]).describe_pool())
 slots = slot_mapping([int(block) for block in sys.argv[2].split(",")], pool.block_size, 0, 10)
@@ -222,6 +222,75 @@ def test_what_a_kernel_is_given(serve: Any) -> None:
         with pytest.raises(InvalidArgument) as caught:
             pool.slot_mapping(tables, [0], [2], group=group, pad_to=pad_to)
         assert caught.value.field == field
+
+
+@pytest.fixture(scope="module")
+def pool_of_groups(serve: Any) -> Pool:
+    """Nine blocks of 4 tokens, of three groups."""
+    with three_groups(serve, "block").client() as client:
+        return map_pool(client.describe_pool())
+
+
+@pytest.mark.parametrize(
+    ("tables", "width", "field", "fix"),
+    [
+        pytest.param([1, 2], None, "tables[0]", "list of rows, a request each", id="one row"),
+        pytest.param([([1, 2], [3, 4])], None, "tables[0]", "take one, tables[group]", id="deep"),
+        pytest.param([[1], [2.0]], None, "tables[1]", "whole block ids", id="floats"),
+        pytest.param(["12"], None, "tables[0]", "list of rows", id="text"),
+        pytest.param(7, None, "tables", "list of rows", id="a number"),
+        pytest.param({"a": [1]}, None, "tables", "list of rows", id="by name"),
+        pytest.param([[1, 9]], None, "tables[0]", "block 9 is not one of 0 to 8", id="too high"),
+        pytest.param([[1], [-1]], None, "tables[1]", "block -1 is not one", id="padded"),
+        pytest.param([[1], [2, 3]], 1, "width", "tables[1] has 2 blocks", id="too narrow"),
+    ],
+)
+def test_tables_of_another_shape(
+    pool_of_groups: Pool, tables: Any, width: int | None, field: str, fix: str
+) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        pool_of_groups.block_table(tables, width)
+    assert caught.value.field == field and fix in caught.value.message
+    if width is None:
+        with pytest.raises(InvalidArgument) as caught:
+            pool_of_groups.slot_mapping(tables, [0] * 9, [1] * 9)
+        assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("starts", "num_tokens", "field", "fix"),
+    [
+        pytest.param([0], [1, 1], "starts", "2 in all; got 1 entries", id="starts"),
+        pytest.param([0, 0], [1], "num_tokens", "2 in all; got 1 entries", id="counts"),
+        pytest.param(0, [1, 1], "starts", "got 0", id="one for all"),
+        pytest.param([0, -1], [1, 1], "starts[1]", "not negative; got -1", id="before it"),
+        pytest.param([0, 0], [1, 1.5], "num_tokens[1]", "whole number", id="part of a token"),
+        pytest.param([0, 3], [1, 2], "tables[1]", "1 blocks of 4 tokens, too few", id="short"),
+    ],
+)
+def test_counts_of_another_shape(
+    pool_of_groups: Pool, starts: Any, num_tokens: Any, field: str, fix: str
+) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        pool_of_groups.slot_mapping([[1, 2], [3]], starts, num_tokens)
+    assert caught.value.field == field and fix in caught.value.message
+
+
+def test_tables_may_be_arrays_and_tensors(pool_of_groups: Pool) -> None:
+    rows = torch.tensor([[1, 2], [3, 0]], dtype=torch.int32)
+    for tables in (rows, rows.numpy(), list(rows), tuple(rows.numpy())):
+        assert pool_of_groups.block_table(tables, 3).tolist() == [[1, 2, 0], [3, 0, 0]]
+        slots = pool_of_groups.slot_mapping(tables, rows.numpy()[:, 1], torch.tensor([1, 1]))
+        assert slots.tolist() == [6, 12]
+    assert pool_of_groups.block_table([]).shape == (0, 0)
+    assert pool_of_groups.block_table([[], []]).shape == (2, 0)
+
+
+def test_a_layer_that_is_none_has_a_name_beside_it(pool_of_groups: Pool) -> None:
+    with pytest.raises(NotFound, match=r"no layer 'ff0'; did you mean 'f0'\? The pool has 4"):
+        pool_of_groups.layer("ff0")
+    with pytest.raises(NotFound, match="no layer 4; The pool has 4, in layer_names"):
+        pool_of_groups.layer(4)
 
 
 @pytest.mark.parametrize("layout", ["block", "layer"])

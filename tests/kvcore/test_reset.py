@@ -67,7 +67,17 @@ def test_force_goes_over_pinned_pending_detached_and_free_blocks() -> None:
     depot.take_truth_events()
 
     before = depot.pool.states()
-    assert depot.reset_prefix_cache(ResetMode.FORCE).generation == 1
+    reset = depot.reset_prefix_cache(ResetMode.FORCE)
+    assert reset.generation == 1
+    # The full blocks of the detached, the running (whose hits "shares" has) and the pending one.
+    assert reset.num_blocks_cleared == before.cached + 2 + 3 + 2
+    holders = {(holder.request_id, holder.ticket): holder.num_blocks for holder in reset.holders}
+    assert holders == {
+        ("", ticket): 2,
+        ("running", 0): 4,
+        ("shares", 0): 4,
+        ("pending", 0): 2,
+    }
     assert depot.audit() == []
     after = depot.pool.states()
     assert (after.live, after.cached) == (before.live, 0)

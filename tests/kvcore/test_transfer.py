@@ -73,6 +73,25 @@ def test_a_pinned_block_is_never_in_the_free_list_nor_evicted() -> None:
     assert states(depot) == {"live": 3, "cached": 2}
 
 
+def test_a_refusal_says_what_transfers_and_imports_keep() -> None:
+    depot = make_depot(9)
+    session = depot.open_session("engine")
+    here = cached(depot, session, "a", range(13))
+    transfer = open_hashes(depot, here)
+    found = depot.imports.begin_hashes("peer", [GroupHashes(0, [bytes(32)])])
+    depot.imports.take(found, {0: [True]})
+    admit(depot, session, "b", range(50, 58))
+    refused = depot.allocate_slots(session, SlotRequest("c", content(range(80, 100)), lookup=True))
+    assert refused.outcome is Outcome.NO_FIT
+    assert refused.no_fit is not None
+    assert [(hold.name, hold.num_blocks) for hold in refused.no_fit.holders] == [("engine", 2)]
+    assert (refused.no_fit.pinned_blocks, refused.no_fit.in_transfer_blocks) == (3, 1)
+    assert states(depot) == {"live": 2, "pinned": 3, "in_transfer": 1, "free": 2}
+    assert refused.no_fit.free_blocks == 2
+    depot.imports.finish(found, None)
+    depot.transfers.close(transfer.transfer_id)
+
+
 def test_the_queue_is_afterwards_as_if_the_blocks_had_been_freed_then() -> None:
     depot = make_depot(9)
     session = depot.open_session("")

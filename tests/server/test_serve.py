@@ -32,7 +32,10 @@ from kvdepot.v1 import (
 from kvserver.config import ConfigError
 from serving import Scheduler, Serve, refused, tokens
 
-READY = re.compile(r"kvdepot ready grpc=(\S+) uds=(\S+) metrics=(\S+) epoch=(\S+) blocks=(\d+)")
+READY = re.compile(
+    r"kvdepot ready grpc=(\S+) uds=(\S+) metrics=(\S+) epoch=(\S+) blocks=(\d+) "
+    r"bytes=(\d+) device=cpu model=tiny groups=1 fingerprint=[0-9a-f]{32}"
+)
 
 Start = Callable[..., "Process"]
 
@@ -60,7 +63,8 @@ class Process:
         if match is None:
             self.kill()
             raise AssertionError(f"not ready: {self.line!r} {self.stderr()}")
-        self.target, self.uds, self.metrics, self.epoch, _ = match.groups()
+        self.target, self.uds, self.metrics, self.epoch, _, num_bytes = match.groups()
+        assert int(num_bytes) == 65 * 2048
 
     def kill(self) -> None:
         """End it, if it has not ended."""
@@ -169,9 +173,25 @@ def test_a_stop_tells_every_stream_why(start: Start, by: str) -> None:
 def test_the_grace_ends(start: Start) -> None:
     process = start("--drain-grace-seconds", "0.2")
     with grpc.insecure_channel(process.target) as channel:
-        Scheduler(cache_pb2_grpc.KVCacheServiceStub(channel))
+        scheduler = Scheduler(cache_pb2_grpc.KVCacheServiceStub(channel))
+        scheduler.admit("a", tokens(*range(33)))
+        scheduler.cache("a", 33)
+        opened = transfer_pb2_grpc.KVTransferServiceStub(channel).OpenTransfer(
+            transfer_pb2.OpenTransferRequest(
+                name="decode-7",
+                request=transfer_pb2.SessionRequest(
+                    session_id=scheduler.opened.session_id, request_id="a"
+                ),
+            )
+        )
         process.popen.send_signal(signal.SIGTERM)
         assert process.popen.wait(20) == 0
+    log = process.stderr()
+    named = (
+        f"session scheduler (1 requests); transfer {opened.transfer_id[:8]} of decode-7 (2 blocks)"
+    )
+    assert f"these get 0.2 s to end, another signal skips that: {named}" in log
+    assert f"ended with the grace: {named}" in log
 
 
 def test_a_second_signal_skips_the_grace(start: Start) -> None:
