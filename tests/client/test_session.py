@@ -17,6 +17,7 @@ import pytest
 
 from kvclient import Client, Session
 from kvclient.calls import Call
+from kvclient.cli.pull import cached_hashes
 from kvclient.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -37,6 +38,22 @@ def admit(request_id: str, *tokens: int) -> Step:
     """A Step that looks one request up and gives it slots."""
     slots = SlotRequest(request_id, Content(tokens), lookup=True)
     return Step(runs=[(OperationKind.ADMIT, 1)], admissions=[slots])
+
+
+def test_a_refusal_names_what_no_session_holds(serve: Any) -> None:
+    with serve(num_blocks=9).client() as client, client.open_session("engine") as session:
+        prompt = Content(range(9))
+        session.allocate_slots(SlotRequest("a", prompt, lookup=True))
+        session.cache_blocks("a", 9)
+        session.free("a")
+        transfer = client.open_transfer(cached_hashes(client), name="decode-7")
+        session.allocate_slots(SlotRequest("b", Content(range(50, 58)), lookup=True))
+        refused = session.allocate_slots(SlotRequest("c", Content(range(80, 110)), lookup=True))
+        assert refused.no_fit is not None
+        assert [(hold.name, hold.num_blocks) for hold in refused.no_fit.holders] == [("engine", 2)]
+        assert (refused.no_fit.pinned_blocks, refused.no_fit.in_transfer_blocks) == (2, 0)
+        assert refused.no_fit.free_blocks == 4
+        client.close_transfer(transfer.transfer_id)
 
 
 def through_a_lost_reply(

@@ -169,6 +169,9 @@ def test_abort_midway(pair: Pair, how: str) -> None:
     other = here.open()
     large = other.allocate("large", content=cache_pb2.RequestContent(tokens=tokens(*range(120))))
     assert large.outcome == cache_pb2.OUTCOME_NO_FIT
+    # No session holds them, so the refusal says who does.
+    assert (large.no_fit.in_transfer_blocks, large.no_fit.pinned_blocks) == (3, 0)
+    assert list(large.no_fit.holders) == []
     here.loop.call(lambda: here.data_plane.settled.clear())
     stream.cancel()
     assert pair.states() == {"in_transfer": 3, "free": 29}
