@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import secrets
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -187,7 +188,7 @@ class Server:
         return (
             f"bytes={0 if memory is None else memory.nbytes} "
             f"device={'none' if memory is None else ','.join(map(str, self.config.device))} "
-            f"model={depot_config.model or 'unnamed'} "
+            f"model={shlex.quote(depot_config.model or 'unnamed')} "
             f"groups={len(depot_config.kv_cache.groups)} fingerprint={depot_config.fingerprint}"
         )
 
