@@ -65,26 +65,28 @@ class Scheduler:
         tokens = array("I", self.random.choices(range(VOCABULARY), k=num_tokens))
         return pb.RequestContent(tokens=tokens.tobytes())
 
+    def cycle(self) -> tuple[Any, ...]:
+        """The requests of one prompt that comes, is computed and ends: one of each of CALLS."""
+        name = f"r{next(self.numbers)}"
+        slots = pb.SlotRequest(request_id=name, num_new_tokens=PROMPT_TOKENS)
+        return (
+            pb.GetComputedBlocksRequest(
+                context=self.context(), request_id=name, content=self.content(PROMPT_TOKENS)
+            ),
+            pb.AllocateSlotsRequest(context=self.context(), slots=slots),
+            pb.CacheBlocksRequest(
+                context=self.context(), request_id=name, num_computed_tokens=PROMPT_TOKENS
+            ),
+            pb.FreeRequest(context=self.context(), request_id=name, mode=pb.FREE_MODE_FINISH),
+        )
+
     def cycles(self, num_cycles: int) -> list[Samples]:
-        """Prompts come, are computed and end: the samples of each of CALLS."""
-        samples: tuple[list[float], ...] = tuple([] for _ in CALLS)
-        for _ in range(num_cycles):
-            name = f"r{next(self.numbers)}"
-            content = self.content(PROMPT_TOKENS)
-            slots = pb.SlotRequest(request_id=name, num_new_tokens=PROMPT_TOKENS)
-            requests = (
-                pb.GetComputedBlocksRequest(
-                    context=self.context(), request_id=name, content=content
-                ),
-                pb.AllocateSlotsRequest(context=self.context(), slots=slots),
-                pb.CacheBlocksRequest(
-                    context=self.context(), request_id=name, num_computed_tokens=PROMPT_TOKENS
-                ),
-                pb.FreeRequest(context=self.context(), request_id=name, mode=pb.FREE_MODE_FINISH),
-            )
-            for column, method, request in zip(samples, CALLS, requests, strict=True):
-                timed(column, getattr(self.stub, method), request)
-        return list(samples)
+        """The samples of each of CALLS. Made before, the calls follow one another like echoes."""
+        columns = tuple((getattr(self.stub, name), list[float]()) for name in CALLS)
+        for cycle in [self.cycle() for _ in range(num_cycles)]:
+            for (call, samples), request in zip(columns, cycle, strict=True):
+                timed(samples, call, request)
+        return [samples for _, samples in columns]
 
     def admit(self, num_requests: int) -> array[int]:
         """Handles of new running requests, each with DECODE_TOKENS tokens computed."""

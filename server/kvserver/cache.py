@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
 from time import perf_counter
 
 import grpc
+from google.protobuf.message import Message
 
 from kvcore.errors import ResourceExhausted, Unavailable
 from kvcore.operation import FreeMode
@@ -14,13 +17,13 @@ from kvdepot.v1 import cache_pb2 as pb
 from kvdepot.v1 import types_pb2
 from kvserver import convert
 from kvserver.node import Node
-from kvserver.rpc import Context, Handler, RpcCounts, Rpcs
+from kvserver.rpc import Context, Handler, Request, RpcCounts, Rpcs
 
 SERVICE = pb.DESCRIPTOR.services_by_name["KVCacheService"].full_name
 
 
 class CacheService:
-    """Every method takes a request and answers a serialized reply, synchronously."""
+    """What each RPC does, synchronously. A session's calls answer messages, for Node.call."""
 
     def __init__(self, node: Node, rpcs: Rpcs, *, step_operations_max: int) -> None:
         self._node = node
@@ -33,24 +36,33 @@ class CacheService:
 
     def handlers(self) -> dict[str, Handler]:
         """The service's methods by name."""
-        unary = self._rpcs.unary
+        unary, call = self._rpcs.unary, self._call
         return {
             "OpenSession": unary("OpenSession", pb.OpenSessionRequest, self.open_session),
             "KeepAlive": unary("KeepAlive", pb.KeepAliveRequest, self.keep_alive),
-            "CloseSession": unary("CloseSession", pb.CloseSessionRequest, self.close_session),
-            "GetComputedBlocks": unary(
-                "GetComputedBlocks", pb.GetComputedBlocksRequest, self.get_computed_blocks
+            "CloseSession": call("CloseSession", pb.CloseSessionRequest, self._close_session),
+            "GetComputedBlocks": call(
+                "GetComputedBlocks", pb.GetComputedBlocksRequest, self._get_computed_blocks
             ),
-            "AllocateSlots": unary("AllocateSlots", pb.AllocateSlotsRequest, self.allocate_slots),
-            "CacheBlocks": unary("CacheBlocks", pb.CacheBlocksRequest, self.cache_blocks),
-            "Free": unary("Free", pb.FreeRequest, self.free),
-            "ReturnBlocks": unary("ReturnBlocks", pb.ReturnBlocksRequest, self.return_blocks),
-            "ResetPrefixCache": unary(
-                "ResetPrefixCache", pb.ResetPrefixCacheRequest, self.reset_prefix_cache
+            "AllocateSlots": call("AllocateSlots", pb.AllocateSlotsRequest, self._allocate_slots),
+            "CacheBlocks": call("CacheBlocks", pb.CacheBlocksRequest, self._cache_blocks),
+            "Free": call("Free", pb.FreeRequest, self._free),
+            "ReturnBlocks": call("ReturnBlocks", pb.ReturnBlocksRequest, self._return_blocks),
+            "ResetPrefixCache": call(
+                "ResetPrefixCache", pb.ResetPrefixCacheRequest, self._reset_prefix_cache
             ),
             "Step": unary("Step", pb.StepRequest, self.step),
             "StepStream": grpc.stream_stream_rpc_method_handler(self._step_stream),
         }
+
+    def _call(
+        self,
+        method: str,
+        request: type[Request],
+        operate: Callable[[Session, Request], Message],
+    ) -> Handler:
+        """A call of a session, in its sequence."""
+        return self._rpcs.unary(method, request, partial(self._node.call, method, operate))
 
     def open_session(self, request: pb.OpenSessionRequest) -> bytes:
         """OpenSession."""
@@ -72,110 +84,85 @@ class CacheService:
             epoch=self._epoch, lease_ttl_seconds=self._node.lease_ttl_seconds(session)
         ).SerializeToString()
 
-    def close_session(self, request: pb.CloseSessionRequest) -> bytes:
-        """CloseSession."""
+    def _close_session(
+        self, session: Session, _: pb.CloseSessionRequest
+    ) -> pb.CloseSessionResponse:
+        return pb.CloseSessionResponse(
+            num_requests_freed=self._node.close_session(session), epoch=self._epoch
+        )
 
-        def operate(session: Session) -> pb.CloseSessionResponse:
-            return pb.CloseSessionResponse(
-                num_requests_freed=self._node.close_session(session), epoch=self._epoch
+    def _get_computed_blocks(
+        self, session: Session, request: pb.GetComputedBlocksRequest
+    ) -> pb.GetComputedBlocksResponse:
+        content = convert.content(request.content) if request.HasField("content") else None
+        hit = self._depot.get_computed_blocks(session, request.request_id, content)
+        return pb.GetComputedBlocksResponse(
+            num_computed_tokens=hit.num_computed_tokens,
+            blocks=convert.block_tables(hit.blocks),
+            handle=hit.handle,
+            epoch=self._epoch,
+            num_uncached_common_prefix_tokens=hit.num_uncached_common_prefix_tokens,
+        )
+
+    def _allocate_slots(
+        self, session: Session, request: pb.AllocateSlotsRequest
+    ) -> pb.AllocateSlotsResponse:
+        result = self._depot.allocate_slots(session, convert.slot_request(request.slots))
+        return pb.AllocateSlotsResponse(result=convert.slot_result(result), epoch=self._epoch)
+
+    def _cache_blocks(
+        self, session: Session, request: pb.CacheBlocksRequest
+    ) -> pb.CacheBlocksResponse:
+        content = convert.content(request.content) if request.HasField("content") else None
+        known = self._depot.cache_blocks(
+            session, request.request_id, content, request.num_computed_tokens
+        )
+        return pb.CacheBlocksResponse(known=known, epoch=self._epoch)
+
+    def _free(self, session: Session, request: pb.FreeRequest) -> pb.FreeResponse:
+        mode: FreeMode = convert.free_mode(request.mode)
+        result = self._depot.free(session, request.request_id, mode, request.did_not_run)
+        return pb.FreeResponse(known=result.known, ticket=result.ticket, epoch=self._epoch)
+
+    def _return_blocks(
+        self, session: Session, request: pb.ReturnBlocksRequest
+    ) -> pb.ReturnBlocksResponse:
+        num_blocks = self._depot.return_blocks(session, request.ticket)
+        return pb.ReturnBlocksResponse(num_blocks=num_blocks, epoch=self._epoch)
+
+    def _reset_prefix_cache(
+        self, _: Session, request: pb.ResetPrefixCacheRequest
+    ) -> pb.ResetPrefixCacheResponse:
+        if request.drain_id:
+            result = self._depot.drain_state(request.drain_id)
+        else:
+            result = self._node.reset_prefix_cache(
+                convert.reset_mode(request.mode),
+                convert.reset_scope(request.scope) if request.HasField("scope") else None,
+                request.deadline_seconds if request.HasField("deadline_seconds") else None,
             )
-
-        return self._node.call("CloseSession", request.context, operate)
-
-    def get_computed_blocks(self, request: pb.GetComputedBlocksRequest) -> bytes:
-        """GetComputedBlocks."""
-
-        def operate(session: Session) -> pb.GetComputedBlocksResponse:
-            content = convert.content(request.content) if request.HasField("content") else None
-            hit = self._depot.get_computed_blocks(session, request.request_id, content)
-            return pb.GetComputedBlocksResponse(
-                num_computed_tokens=hit.num_computed_tokens,
-                blocks=convert.block_tables(hit.blocks),
-                handle=hit.handle,
-                epoch=self._epoch,
-                num_uncached_common_prefix_tokens=hit.num_uncached_common_prefix_tokens,
-            )
-
-        return self._node.call("GetComputedBlocks", request.context, operate)
-
-    def allocate_slots(self, request: pb.AllocateSlotsRequest) -> bytes:
-        """AllocateSlots."""
-
-        def operate(session: Session) -> pb.AllocateSlotsResponse:
-            slots = convert.slot_request(request.slots)
-            result = self._depot.allocate_slots(session, slots)
-            return pb.AllocateSlotsResponse(result=convert.slot_result(result), epoch=self._epoch)
-
-        return self._node.call("AllocateSlots", request.context, operate)
-
-    def cache_blocks(self, request: pb.CacheBlocksRequest) -> bytes:
-        """CacheBlocks."""
-
-        def operate(session: Session) -> pb.CacheBlocksResponse:
-            content = convert.content(request.content) if request.HasField("content") else None
-            known = self._depot.cache_blocks(
-                session, request.request_id, content, request.num_computed_tokens
-            )
-            return pb.CacheBlocksResponse(known=known, epoch=self._epoch)
-
-        return self._node.call("CacheBlocks", request.context, operate)
-
-    def free(self, request: pb.FreeRequest) -> bytes:
-        """Free."""
-
-        def operate(session: Session) -> pb.FreeResponse:
-            mode: FreeMode = convert.free_mode(request.mode)
-            result = self._depot.free(session, request.request_id, mode, request.did_not_run)
-            return pb.FreeResponse(known=result.known, ticket=result.ticket, epoch=self._epoch)
-
-        return self._node.call("Free", request.context, operate)
-
-    def return_blocks(self, request: pb.ReturnBlocksRequest) -> bytes:
-        """ReturnBlocks."""
-
-        def operate(session: Session) -> pb.ReturnBlocksResponse:
-            num_blocks = self._depot.return_blocks(session, request.ticket)
-            return pb.ReturnBlocksResponse(num_blocks=num_blocks, epoch=self._epoch)
-
-        return self._node.call("ReturnBlocks", request.context, operate)
-
-    def reset_prefix_cache(self, request: pb.ResetPrefixCacheRequest) -> bytes:
-        """ResetPrefixCache."""
-
-        def operate(_: Session) -> pb.ResetPrefixCacheResponse:
-            if request.drain_id:
-                result = self._depot.drain_state(request.drain_id)
-            else:
-                result = self._node.reset_prefix_cache(
-                    convert.reset_mode(request.mode),
-                    convert.reset_scope(request.scope) if request.HasField("scope") else None,
-                    request.deadline_seconds if request.HasField("deadline_seconds") else None,
-                )
-            return convert.reset_response(result, epoch=self._epoch)
-
-        return self._node.call("ResetPrefixCache", request.context, operate)
+        return convert.reset_response(result, epoch=self._epoch)
 
     def step(self, request: pb.StepRequest) -> bytes:
         """Step, and each message of StepStream: one sequence, interchangeable replies."""
+        return self._node.call("Step", self._step, request)
+
+    def _step(self, session: Session, request: pb.StepRequest) -> pb.StepResponse:
+        limit = self._step_operations_max
+        # What the runs do not count is refused later, but must be few to get there.
+        num_operations = max(len(request.runs), _num_rows(request))
+        if num_operations <= limit:
+            num_operations = sum(run.count for run in request.runs)
+        if num_operations > limit:
+            raise ResourceExhausted(
+                f"a Step holds at most {limit} operations, not {num_operations}",
+                reason="STEP_TOO_LARGE",
+                field="runs",
+            )
+        result = self._depot.step(session, convert.step(request))
         context: types_pb2.CallContext = request.context
-
-        def operate(session: Session) -> pb.StepResponse:
-            limit = self._step_operations_max
-            # What the runs do not count is refused later, but must be few to get there.
-            num_operations = max(len(request.runs), _num_rows(request))
-            if num_operations <= limit:
-                num_operations = sum(run.count for run in request.runs)
-            if num_operations > limit:
-                raise ResourceExhausted(
-                    f"a Step holds at most {limit} operations, not {num_operations}",
-                    reason="STEP_TOO_LARGE",
-                    field="runs",
-                )
-            result = self._depot.step(session, convert.step(request))
-            op_seq = context.op_seq if context.HasField("op_seq") else None
-            return convert.step_response(result, op_seq=op_seq, epoch=self._epoch)
-
-        return self._node.call("Step", context, operate)
+        op_seq = context.op_seq if context.HasField("op_seq") else None
+        return convert.step_response(result, op_seq=op_seq, epoch=self._epoch)
 
     async def _step_stream(self, _: object, context: Context) -> None:
         """An error ends the stream; the session, and what it holds, stay."""

@@ -25,6 +25,7 @@ from kvserver.deadlines import Clock, Deadlines
 from kvserver.imports import Imports
 from kvserver.publisher import Publisher
 from kvserver.replies import Replies
+from kvserver.rpc import Request
 from kvserver.transfers import Transfers
 from kvserver.worker import Worker
 
@@ -234,18 +235,16 @@ class Node:
     # --- operations -------------------------------------------------------------------
 
     def call(
-        self,
-        method: str,
-        context: types_pb2.CallContext,
-        operate: Callable[[Session], Message],
+        self, method: str, operate: Callable[[Session, Request], Message], request: Request
     ) -> bytes:
         """One call of a session, in its ``op_seq``; the reply, serialized.
 
-        ``operate`` also converts the request's arguments, so that a call refused for
-        them takes its number like any other.
+        ``request`` has a CallContext. ``operate`` also converts its arguments, so that a
+        call refused for them takes its number like any other.
         """
-        session_id = context.session_id
-        op_seq = context.op_seq if context.HasField("op_seq") else None
+        context: types_pb2.CallContext = request.context  # type: ignore[attr-defined]
+        has, session_id = context.HasField, context.session_id
+        op_seq = context.op_seq if has("op_seq") else None
         try:
             session = self.session(session_id, context.epoch)
         except NotFound:
@@ -258,14 +257,13 @@ class Node:
 
         def execute() -> bytes:
             try:
-                has = context.HasField
                 # A session that ends says nothing of the step before: it may have failed.
                 if method != "CloseSession" or has("step") or has("completed_step"):
                     session.begin(
                         context.step if has("step") else None,
                         context.completed_step if has("completed_step") else None,
                     )
-                return operate(session).SerializeToString()
+                return operate(session, request).SerializeToString()
             finally:
                 self.publish()
 
