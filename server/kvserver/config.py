@@ -278,6 +278,13 @@ class ServerConfig:
     pull_stall_seconds: float = option(
         30.0, real(0.01, 3600), "how long a pull waits for a peer that reads nothing", "SECONDS"
     )
+    pull_heartbeat_seconds: float = option(
+        5.0,
+        real(0.01, 3600),
+        "time between the heartbeats of the process that serves PullBlocks; one that is silent "
+        "for three of them is killed, and another started",
+        "SECONDS",
+    )
     max_transfers: int = option(
         1024, integer(1, 1 << 20), "transfers that peers have open at a time", "N"
     )

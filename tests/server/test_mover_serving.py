@@ -242,6 +242,19 @@ def test_a_process_that_reads_nothing_is_replaced(
     refused(lambda: wire.pull(transfer_id="t399"), grpc.StatusCode.NOT_FOUND)
 
 
+def test_a_process_that_says_nothing_is_replaced(start: Start) -> None:
+    """Nobody pulls and nothing is opened: it is heartbeats that tell the one from the other."""
+    node = start(pull_heartbeat_seconds=0.2)
+    handle, pid = node.handle, node.serving_pid
+    eventually(lambda: handle.num_heard > 20)
+    assert node.serving_pid == pid
+    node.loop.call(lambda: handle.open_transfer("t", {0: [1]}))
+    kill(pid, signal.SIGSTOP)
+    eventually(lambda: handle._serving is not None and node.serving_pid != pid)
+    assert not Path(f"/proc/{pid}").exists()
+    assert len(Wire(node).pull()) == 1
+
+
 def test_an_error_that_nobody_expected_does_not_end_the_service(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

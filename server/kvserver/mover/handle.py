@@ -25,6 +25,8 @@ _START_SECONDS = 60.0
 _PAUSE_SECONDS, _PAUSE_SECONDS_MAX = 0.1, 10.0
 # A process that lived so long did not die of how it was started.
 _LIVED_SECONDS = 30.0
+# Heartbeats that fail to come, one after another, of a process that must be stuck.
+_MISSED_MAX = 3
 
 
 class MoverHandle:
@@ -41,6 +43,8 @@ class MoverHandle:
         self._reach = pb.Reach()
         self._transfers: dict[str, dict[int, list[int]]] = {}
         self._serving: Child | None = None
+        # Messages of serving processes.
+        self.num_heard = 0
         self._supervising: asyncio.Task[None] | None = None
         self._imports = Imports(
             {
@@ -102,6 +106,7 @@ class MoverHandle:
                 pulls_max=config.max_pulls,
                 streams_max=config.max_concurrent_streams,
                 stall_seconds=config.pull_stall_seconds,
+                heartbeat_seconds=config.pull_heartbeat_seconds,
                 bandwidth_bytes=config.pull_bandwidth_bytes,
                 message_bytes_max=config.max_message_bytes,
                 nixl_devices=self._nixl_devices(),
@@ -140,6 +145,7 @@ class MoverHandle:
             child.send(op="close", id=transfer_id)
 
     def _hear(self, message: Message) -> None:
+        self.num_heard += 1
         if message["op"] == "pulled":
             self.pulled_bytes += message["bytes"]
         elif message["op"] == "ask":
@@ -159,16 +165,33 @@ class MoverHandle:
                 ],
             )
 
+    async def _watch(self, child: Child) -> None:
+        """Kill it once it has said nothing for too long.
+
+        In beats, not by the clock: after a time in which the node itself stood still, what
+        was said meanwhile is heard within one.
+        """
+        missed = 0
+        while missed < _MISSED_MAX:
+            num_heard = self.num_heard
+            await asyncio.sleep(self._config.pull_heartbeat_seconds)
+            missed = missed + 1 if num_heard == self.num_heard else 0
+        logger.error("pid %d says nothing any more; it is killed", child.pid)
+        child.kill()
+
     async def _supervise(self, child: Child) -> None:
         """Read what the process says, and start another when it dies."""
         pause = _PAUSE_SECONDS
         while True:
             began = time.monotonic()
+            watching = asyncio.ensure_future(self._watch(child))
             try:
                 while (message := await child.receive()) is not None:
                     self._hear(message)
             except Exception:
                 logger.exception("what the process that serves PullBlocks says is not understood")
+            finally:
+                watching.cancel()
             self._serving = None
             self._reach = pb.Reach(host_id=self._host_id, data_address=self._data_address())
             try:

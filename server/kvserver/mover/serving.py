@@ -219,15 +219,25 @@ async def _serve(channel: Channel, start: Message) -> None:
             loop.call_soon_threadsafe(serving.tell, channel.receive())
 
     listening = loop.run_in_executor(None, listen)
+
+    async def offer() -> None:
+        if (offered := await serving.offer_nixl(start["nixl_devices"])) is not None:
+            channel.send(op="nixl", **offered)
+
     # Peers are served while it is loaded, which takes a second.
-    if (offered := await serving.offer_nixl(start["nixl_devices"])) is not None:
-        channel.send(op="nixl", **offered)
-    reported = 0
+    offering = asyncio.ensure_future(offer())
+    heartbeat_seconds: float = start["heartbeat_seconds"]
+    pause = min(_REPORT_SECONDS, heartbeat_seconds)
+    reported, said_at = 0, loop.time()
     while not listening.done():
-        await asyncio.sleep(_REPORT_SECONDS)
-        if serving.num_sent_bytes > reported:
-            channel.send(op="pulled", bytes=serving.num_sent_bytes - reported)
-            reported = serving.num_sent_bytes
+        await asyncio.sleep(pause)
+        if offering.done():
+            offering.result()
+        num_bytes = serving.num_sent_bytes - reported
+        # Saying that nothing was sent says that it lives; and early, as the node counts.
+        if num_bytes or loop.time() - said_at > heartbeat_seconds / 2:
+            channel.send(op="pulled", bytes=num_bytes)
+            reported, said_at = reported + num_bytes, loop.time()
     listening.result()
 
 
