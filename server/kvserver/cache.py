@@ -18,6 +18,7 @@ from kvdepot.v1 import types_pb2
 from kvserver import convert
 from kvserver.node import Node
 from kvserver.rpc import Context, Handler, Request, RpcCounts, Rpcs
+from kvserver.unread import LARGE_BYTES
 
 SERVICE = pb.DESCRIPTOR.services_by_name["KVCacheService"].full_name
 
@@ -182,22 +183,28 @@ class CacheService:
     async def _answer_all(
         self, context: Context, counts: RpcCounts, task: asyncio.Task[None]
     ) -> None:
+        unread = self._rpcs.unread
         while True:
             raw = await self._read(context, task)
             if raw is None:
                 return
             began = perf_counter()
             try:
+                unread.require_room(context)
                 reply = self.step(pb.StepRequest.FromString(raw))
             except Exception as error:
                 failed = self._rpcs.failure(error, counts.method)
                 counts.add(failed.code.name, perf_counter() - began)
                 await failed.abort(context)
             counts.add("OK", perf_counter() - began)
+            release = unread.hold(context, len(reply)) if len(reply) > LARGE_BYTES else None
             try:
                 await context.write(reply)
             except grpc.aio.InternalError:
                 return  # the client is gone
+            finally:
+                if release is not None:
+                    release(None)
 
     async def _read(self, context: Context, task: asyncio.Task[None]) -> bytes | None:
         """The next request, None after the last. Ends the stream when the server stops."""

@@ -240,6 +240,22 @@ class ServerConfig:
         "largest message received or sent; a larger one is RESOURCE_EXHAUSTED",
         "BYTES",
     )
+    max_connections: int = option(
+        4096, integer(1, 1 << 20), "connections of clients; more are closed at once", "N"
+    )
+    max_calls_per_connection: int = option(
+        4096,
+        integer(1, 1 << 20),
+        "calls and streams that are open on one connection; clients wait with more",
+        "N",
+    )
+    max_unread_bytes: int = option(
+        256 << 20,
+        integer(0, 1 << 40),
+        "bytes of replies that clients have not taken; beyond, whose connection has some gets "
+        "no more",
+        "BYTES",
+    )
     reply_window: int = option(
         64, integer(1, 65_536), "replies a session can replay by op_seq", "N"
     )

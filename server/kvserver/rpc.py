@@ -16,6 +16,7 @@ from google.protobuf.message import Message
 
 from kvcore.errors import ResourceExhausted
 from kvserver.errors import Failure, failure
+from kvserver.unread import LARGE_BYTES, UnreadReplies
 
 Request = TypeVar("Request", bound=Message)
 # Subscripted for the type checker only: grpc's own classes are not generic.
@@ -51,12 +52,13 @@ class RpcCounts:
 class Rpcs:
     """Makes the handlers of one server; ``counts`` holds one entry a method."""
 
-    def __init__(self, epoch: str, *, streams_max: int) -> None:
+    def __init__(self, epoch: str, *, streams_max: int, unread_bytes_max: int = 0) -> None:
         self.counts: dict[str, RpcCounts] = {}
         # Open now, of all methods together.
         self.num_streams = 0
         self._streams_max = streams_max
         self._epoch = epoch
+        self.unread = UnreadReplies(unread_bytes_max)
 
     def stream(self) -> AbstractContextManager[None]:
         """One more stream, open until the context ends. ResourceExhausted if it is too many."""
@@ -88,18 +90,22 @@ class Rpcs:
         self, method: str, request: type[Request], answer: Callable[[Request], bytes]
     ) -> Handler:
         """A unary RPC that ``answer`` answers synchronously, with serialized bytes."""
-        counts = self.count(method)
+        counts, unread = self.count(method), self.unread
         parse = request.FromString
 
         async def call(raw: bytes, context: Context) -> bytes:
             began = perf_counter()
             try:
+                unread.require_room(context)
                 reply = answer(parse(raw))
             except Exception as error:
                 failed = self.failure(error, method)
                 counts.add(failed.code.name, perf_counter() - began)
                 await failed.abort(context)
             counts.add("OK", perf_counter() - began)
+            if len(reply) > LARGE_BYTES and (task := asyncio.current_task()) is not None:
+                # The task sends the reply, and ends when that is done.
+                task.add_done_callback(unread.hold(context, len(reply)))
             return reply
 
         return grpc.unary_unary_rpc_method_handler(call)

@@ -105,7 +105,11 @@ class Server:
             data_plane=data_plane,
             clock=clock,
         )
-        self._rpcs = Rpcs(depot.epoch, streams_max=config.max_concurrent_streams)
+        self._rpcs = Rpcs(
+            depot.epoch,
+            streams_max=config.max_concurrent_streams,
+            unread_bytes_max=config.max_unread_bytes,
+        )
         self._cache = cache.CacheService(
             self.node, self._rpcs, step_operations_max=config.max_step_operations
         )
@@ -235,6 +239,9 @@ def _channel_options(config: ServerConfig) -> list[tuple[str, int]]:
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.max_send_message_length", config.max_message_bytes),
+        # What is beyond waits in the client, which is told the number when it connects.
+        ("grpc.max_concurrent_streams", config.max_calls_per_connection),
+        ("grpc.max_allowed_incoming_connections", config.max_connections),
         # Bursts are queued, not cancelled.
         ("grpc.server.max_pending_requests", 1 << 20),
         # Clients may ping every 10 s, idle or not.
