@@ -172,6 +172,29 @@ def empty_steps(scheduler: Scheduler, num_steps: int) -> list[Samples]:
     return [samples]
 
 
+def children() -> list[int]:
+    """Processes that this one started, the oldest first."""
+    own = Path("/proc/self/task")
+    return [int(pid) for task in own.iterdir() for pid in (task / "children").read_text().split()]
+
+
+def cpu_seconds(pid: int) -> float:
+    """What the threads of a process have run so far, to the nanosecond."""
+    tasks = Path(f"/proc/{pid}/task")
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks.iterdir()) / 1e9
+
+
+def server_cpu(pid: int, measure: Callable[[], list[Samples]]) -> Callable[[], list[Samples]]:
+    """The same burst, of which the one sample is the CPU time that a call took in the server."""
+
+    def burst() -> list[Samples]:
+        began = cpu_seconds(pid)
+        num_calls = sum(map(len, measure()))
+        return [[(cpu_seconds(pid) - began) / num_calls]]
+
+    return burst
+
+
 @contextmanager
 def echo_server() -> Iterator[str]:
     """Runs one; gives its target."""
@@ -195,6 +218,7 @@ def rows(settings: Settings) -> Iterator[Row]:
         grpc.insecure_channel(echo_target) as echo_channel,
     ):
         scheduler = Scheduler(channel)
+        own_pid, echo_pid = children()[-2:]
         echo = echo_channel.unary_unary("/benchmarks.Echo/Unary")
         echo_stream = echo_channel.stream_stream("/benchmarks.Echo/Stream")
 
@@ -202,7 +226,7 @@ def rows(settings: Settings) -> Iterator[Row]:
             samples: list[float] = []
             for _ in range(num_cycles * len(CALLS)):
                 timed(samples, echo, b"")
-            return [samples] * len(CALLS)
+            return [samples]
 
         def stream_echoes() -> list[Samples]:
             samples: list[float] = []
@@ -219,9 +243,15 @@ def rows(settings: Settings) -> Iterator[Row]:
             yield from compare(
                 [f"rpc: {name} of 1024 tokens (empty unary echo)" for name in CALLS],
                 lambda: scheduler.cycles(num_cycles),
-                echoes,
+                lambda: echoes() * len(CALLS),
                 settings,
                 target=UNARY_TARGET,
+            )
+            yield from compare(
+                ["rpc: a call of these, CPU time of the server (empty unary echo)"],
+                server_cpu(own_pid, lambda: scheduler.cycles(num_cycles)),
+                server_cpu(echo_pid, echoes),
+                settings,
             )
             yield from compare(
                 ["rpc: StepStream, empty Step (empty stream echo)"],
@@ -229,6 +259,12 @@ def rows(settings: Settings) -> Iterator[Row]:
                 stream_echoes,
                 settings,
                 target=1.3,
+            )
+            yield from compare(
+                ["rpc: StepStream, empty Step, CPU time of the server (empty stream echo)"],
+                server_cpu(own_pid, lambda: empty_steps(scheduler, num_steps)),
+                server_cpu(echo_pid, stream_echoes),
+                settings,
             )
             yield from compare(
                 [f"rpc: StepStream, {DECODE_REQUESTS} requests decode (empty stream echo)"],
