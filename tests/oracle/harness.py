@@ -95,6 +95,7 @@ class Oracle:
                 "VLLM_LOGGING_LEVEL": "ERROR",
                 "VLLM_NO_USAGE_STATS": "1",
                 "HF_HUB_OFFLINE": "1",
+                "OMP_NUM_THREADS": "1",
             },
         )
 
@@ -130,6 +131,12 @@ class Oracle:
         self._write({"config": config, "specs": specs})
         described: list[dict[str, Any]] = self._read()["specs"]
         return described
+
+    def hash_cases(self, job: dict[str, Any]) -> list[Any]:
+        """vLLM's block hashes: see vllm_hashing.py."""
+        self._write({"hashing": job})
+        hashes: list[Any] = self._read()["hashes"]
+        return hashes
 
     def _write(self, task: dict[str, Any]) -> None:
         assert self.process.stdin is not None

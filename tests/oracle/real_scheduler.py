@@ -34,6 +34,7 @@ class RealScheduler:
                 "VLLM_LOGGING_LEVEL": "ERROR",
                 "VLLM_NO_USAGE_STATS": "1",
                 "HF_HUB_OFFLINE": "1",
+                "OMP_NUM_THREADS": "1",
             },
         )
         try:

@@ -1,72 +1,25 @@
 """The cbor schemes make the very bytes that the real vLLM 0.25.1 makes.
 
 A request goes to both sides as JSON: its prompt is hashed, then tokens are appended in
-pieces. vLLM's side runs once, in the oracle's own Python, for all cases.
+pieces. vLLM's side (vllm_hashing.py) runs once, in the oracle, for all cases.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import random
 import struct
-import subprocess
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
 
+from harness import Oracle
 from kvcore.hashing import ExtraKeys, HashChain, MultimodalItem, hashes_at, make_scheme
 
 pytestmark = pytest.mark.oracle
 
-ROOT = Path(__file__).resolve().parents[2]
 SCHEME_NAMES = ("sha256_cbor", "xxhash_cbor")
 COARSER = 3  # a group with blocks of three hash blocks
-
-VLLM_SIDE = """
-import json, os, sys
-import torch
-import vllm.platforms
-from vllm.platforms.cpu import CpuPlatform
-vllm.platforms._current_platform = CpuPlatform()  # before every other vllm import
-from vllm.lora.request import LoRARequest
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import (
-    BlockHashListWithBlockSize, get_request_block_hasher, init_none_hash)
-from vllm.v1.request import Request
-
-job = json.load(sys.stdin)
-answers = []
-for scheme_name in job["scheme_names"]:
-    hash_fn = get_hash_fn_by_name(scheme_name)
-    for case in job["cases"]:
-        os.environ["PYTHONHASHSEED"] = case["seed"]
-        init_none_hash(hash_fn)
-        size = case["block_size"]
-        features = [
-            MultiModalFeatureSpec(data=None, modality="image", identifier=identifier,
-                                  mm_position=PlaceholderRange(offset=offset, length=length))
-            for identifier, offset, length in case["images"]]
-        embeds = case["embeds"]
-        lora = case["lora"]
-        request = Request(
-            request_id="r", prompt_token_ids=None if embeds else case["prompt"],
-            prompt_embeds=torch.tensor(embeds, dtype=torch.float32) if embeds else None,
-            sampling_params=SamplingParams(max_tokens=1), pooling_params=None,
-            mm_features=features, cache_salt=case["salt"],
-            lora_request=None if lora is None else LoRARequest(lora, 1, "/nowhere"),
-            block_hasher=get_request_block_hasher(size, hash_fn))
-        for tokens in case["appended"]:
-            request.append_output_token_ids(tokens)
-        coarse = BlockHashListWithBlockSize(request.block_hashes, size, size * job["coarser"])
-        answers.append([[h.hex() for h in request.block_hashes], [h.hex() for h in coarse]])
-print("ANSWER " + json.dumps(answers))
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,36 +140,16 @@ Answers = dict[tuple[str, str], tuple[list[str], list[str]]]
 
 
 @pytest.fixture(scope="module")
-def vllm_hashes() -> Answers:
+def vllm_hashes(oracle: Oracle) -> Answers:
     """By scheme and case: vLLM's hashes in hex, and those of blocks COARSER times as large."""
-    venv = Path(os.environ.get("KVDEPOT_ORACLE_VENV") or ROOT / ".oracle-venv")
-    python = venv / "bin" / "python"
-    if not python.exists():
-        pytest.fail(
-            f"no oracle at {venv}: make it with tests/oracle/setup.sh {venv}, or point "
-            "KVDEPOT_ORACLE_VENV at one"
-        )
     cases = EQUAL + DIFFERENT
-    job: dict[str, Any] = {
-        "scheme_names": SCHEME_NAMES,
-        "cases": [asdict(case) for case in cases],
-        "coarser": COARSER,
-    }
-    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [str(python), "-c", VLLM_SIDE],
-        input=json.dumps(job),
-        capture_output=True,
-        text=True,
-        env=inherited
-        | {"PYTHONHASHSEED": "0", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"},
-        timeout=300,
-        check=False,
+    answers = oracle.hash_cases(
+        {
+            "scheme_names": SCHEME_NAMES,
+            "cases": [asdict(case) for case in cases],
+            "coarser": COARSER,
+        }
     )
-    if done.returncode != 0:
-        pytest.fail(f"the oracle failed with {done.returncode}:\n{done.stderr[-4000:]}")
-    line = next(line for line in done.stdout.splitlines() if line.startswith("ANSWER "))
-    answers = json.loads(line.removeprefix("ANSWER "))
     names = [(scheme_name, case.name) for scheme_name in SCHEME_NAMES for case in cases]
     return {name: (fine, coarse) for name, (fine, coarse) in zip(names, answers, strict=True)}
 

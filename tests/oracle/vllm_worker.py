@@ -2,8 +2,8 @@
 
 Reads one JSON object a line, {"config", "ops", "full"}, builds a manager, runs the operations
 and answers one line: {"digests": [...]}, or {"records": [...]} when ``full``. Or reads
-{"config", "specs"} and answers {"specs": [...]}, what each says of itself. Prints
-{"ready": true} first. Ends when its input does.
+{"config", "specs"} and answers {"specs": [...]}, what each says of itself; or {"hashing"}, for
+vllm_hashing.py, and answers {"hashes"}. Prints {"ready": true} first. Ends when its input does.
 
 Environment (set by harness.py): PYTHONHASHSEED, the hash seed; and
 VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0, whole hashes in events.
@@ -45,6 +45,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from backend import hash_names, sort_removals
 from digest import run_all
+from vllm_hashing import hash_cases
 
 GROUP_ID_BYTES = 4
 HASH = get_hash_fn_by_name("sha256_cbor")
@@ -337,6 +338,9 @@ def main() -> None:
         task = json.loads(line)
         if "specs" in task:
             answer = {"specs": [try_spec(spec, task["config"]) for spec in task["specs"]]}
+        elif "hashing" in task:
+            answer = {"hashes": hash_cases(task["hashing"])}
+            init_none_hash(HASH)
         else:
             answer = run_all(VllmBackend, task["config"], task["ops"], task["full"])
         print(json.dumps(answer), file=answers, flush=True)
