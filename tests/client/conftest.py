@@ -44,7 +44,10 @@ Serve = Callable[..., ServerProcess]
 
 @pytest.fixture(scope="module")
 def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    """Starts servers; keywords are the flags, True sets one. All stop with the module."""
+    """Starts servers; keywords are the flags, True sets one. All stop with the module.
+
+    They offer NIXL, which costs a server as much to load as all else, if a test says so.
+    """
     running: list[ServerProcess] = []
 
     def start(**options: Any) -> ServerProcess:
@@ -54,6 +57,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
             **({} if "groups" in options else {"block_size": BLOCK_SIZE}),
             "num_blocks": NUM_BLOCKS,
             "mapping_dir": directory,
+            "nixl_devices": "none",
         }
         argv = [sys.executable, "-m", "kvserver", "--no-metrics"]
         for name, value in (flags | options).items():

@@ -19,7 +19,8 @@ NUM_TOKENS = 4 * 40 + 1
 @pytest.fixture(scope="module")
 def peers(serve: Serve) -> tuple[ServerProcess, ServerProcess]:
     """A server whose blocks hold random bytes under 40 hashes, and one in the other layout."""
-    source, destination = serve(layout="block"), serve(layout="layer")
+    options = {"nixl_devices": "lo"}
+    source, destination = serve(layout="block", **options), serve(layout="layer", **options)
     with source.client() as client, client.open_session() as session:
         pool = client.describe_pool()
         with Path(pool.mapping_path).open("r+b") as file:

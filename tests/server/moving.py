@@ -63,6 +63,9 @@ class MovingNode(transfer_pb2_grpc.KVTransferServiceServicer):
 
     def reset(self) -> None:
         """As it was at first, but in another epoch."""
+        # While a transfer is open, NIXL works for its peer: a thread that polls.
+        for transfer_id in list(self.handle._transfers):
+            self.expire(transfer_id)
         self.epoch = uuid.uuid4().hex
         self.pending: set[bytes] = set()
         self.lease_ttl_seconds = 30.0
