@@ -15,12 +15,12 @@ KVDEPOT_ORACLE_VENV ?= .oracle-venv
 ORACLE := $(abspath $(KVDEPOT_ORACLE_VENV))
 export KVDEPOT_ORACLE_VENV := $(ORACLE)
 
-.PHONY: help demo test test-slow soak check fmt proto bench oracle clean
+.PHONY: help demo test test-slow soak check static fmt proto bench oracle clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'demo       start a server, drive it as schedulers do, and say what happened'
-	@echo 'test       check, then the tests (makes the oracle first when it is missing)'
+	@echo 'test       check and every test but the long ones (makes the oracle when it is missing)'
 	@echo 'test-slow  the long tests'
 	@echo 'soak       a server under load for SOAK_SECONDS=$(SOAK_SECONDS), its memory watched'
 	@echo 'check      formatting, types, import directions, protos; changes nothing'
@@ -34,7 +34,7 @@ help:
 	@test -x $(BIN)/python || test -n "$(PYTHON)" || { echo 'no Python 3.10 to 3.13 here' >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo 'making .venv; the first time takes some minutes' >&2
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
 	  -c constraints.txt -e '.[server,dev]'
 	@touch $@
 
@@ -45,8 +45,10 @@ $(ORACLE)/.ready: tests/oracle/setup.sh
 demo: .venv/.installed
 	@$(BIN)/kvdepot demo
 
-test: check $(ORACLE)/.ready
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m 'not slow and not gpu'
+# What else `check` looks at, tests look at, too.
+test:
+	+@$(MAKE) --no-print-directory -j2 static $(ORACLE)/.ready
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m 'not slow and not gpu'
 
 test-slow: .venv/.installed $(ORACLE)/.ready
 	$(BIN)/python -m pytest -m 'slow and not gpu'
@@ -54,13 +56,15 @@ test-slow: .venv/.installed $(ORACLE)/.ready
 soak: .venv/.installed
 	KVDEPOT_SOAK_SECONDS=$(SOAK_SECONDS) $(BIN)/python -m pytest tests/faults/test_soak.py -m slow -rP
 
-check: .venv/.installed
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+check: static
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/buf lint
 	$(BIN)/python -m pytest -q tests/test_house.py -k proto
+
+static: .venv/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 fmt: .venv/.installed
 	$(BIN)/ruff check --fix .

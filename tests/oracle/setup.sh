@@ -22,12 +22,13 @@ from importlib.metadata import version
 assert version("vllm") == "0.25.1", version("vllm")'
 }
 
+# Most of what is installed is never imported: Python compiles what is.
 pip=("$venv/bin/python" -m pip --quiet --disable-pip-version-check)
 
 # The Scheduler there is a client of ours, too: its protobuf is the one that vLLM installs.
 add_wire() {
   "$venv/bin/python" -c 'import google.protobuf, google.rpc.status_pb2, grpc' >/dev/null 2>&1 ||
-    "${pip[@]}" install --no-deps googleapis-common-protos==1.76.0 grpcio==1.78.0 \
+    "${pip[@]}" install --no-compile --no-deps googleapis-common-protos==1.76.0 grpcio==1.78.0 \
       protobuf==6.33.5
 }
 
@@ -67,9 +68,9 @@ touch "$making"
 "$python" -m venv "$venv"
 
 # torch brings its own requirements, which depend on its build.
-"${pip[@]}" install torch==2.13.0 numpy==2.3.5 setuptools==84.2.1
+"${pip[@]}" install --no-compile torch==2.13.0 numpy==2.3.5 setuptools==84.2.1
 # What vLLM's core imports, and no more: its own requirements would bring another torch.
-"${pip[@]}" install --no-deps -r /dev/stdin <<'PINS'
+"${pip[@]}" install --no-compile --no-deps -r /dev/stdin <<'PINS'
 aiohappyeyeballs==2.7.1
 aiohttp==3.14.5
 aiosignal==1.4.0
