@@ -14,6 +14,8 @@ BIN := .venv/bin
 KVDEPOT_ORACLE_VENV ?= .oracle-venv
 ORACLE := $(abspath $(KVDEPOT_ORACLE_VENV))
 export KVDEPOT_ORACLE_VENV := $(ORACLE)
+# Where it is set, every process that a test starts would compile all it imports anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test test-slow soak check static fmt proto bench oracle clean
 .DELETE_ON_ERROR:
@@ -34,7 +36,7 @@ help:
 	@test -x $(BIN)/python || test -n "$(PYTHON)" || { echo 'no Python 3.10 to 3.13 here' >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo 'making .venv; the first time takes some minutes' >&2
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  -c constraints.txt -e '.[server,dev]'
 	@touch $@
 

@@ -340,6 +340,7 @@ def test_every_decision_is_the_local_managers(
         watermark=WATERMARK,
         max_model_len=MAX_MODEL_LEN,
         groups=json.dumps(groups),
+        no_memory=True,
     )
     with server.client() as client, client.open_session() as session:
         facade = Facade(session, strict=True, steps_in_flight=steps_in_flight)

@@ -86,6 +86,7 @@ def server_of(serve: Any) -> Any:
                 max_model_len=MAX_MODEL_LEN,
                 groups=json.dumps(KINDS[kind]),
                 watermark=0,
+                no_memory=True,
             )
         return servers[kind, num_blocks]
 

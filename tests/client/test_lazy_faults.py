@@ -53,7 +53,7 @@ def begin_anew(scheduler: SmallScheduler, facade: KVCacheManager) -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_the_server_is_killed_in_mid_step(serve: Any, depth: int) -> None:
     """With asks in flight. Everything is admitted again, and finishes."""
-    options = {"num_blocks": NUM_BLOCKS, "max_model_len": MAX_MODEL_LEN}
+    options = {"no_memory": True, "num_blocks": NUM_BLOCKS, "max_model_len": MAX_MODEL_LEN}
     server = serve(**options)
     with server.client(timeout_s=30) as client:
         session = client.open_session()
@@ -82,7 +82,7 @@ def test_the_server_is_killed_in_mid_step(serve: Any, depth: int) -> None:
 
 
 def test_a_wire_that_breaks_changes_nothing(serve: Any) -> None:
-    server = serve(num_blocks=NUM_BLOCKS, max_model_len=MAX_MODEL_LEN)
+    server = serve(no_memory=True, num_blocks=NUM_BLOCKS, max_model_len=MAX_MODEL_LEN)
     traces = []
     for breaks in (False, True):
         wire, random = Wire(server.target), Random(3)
@@ -131,7 +131,7 @@ def test_the_lease_runs_out_with_asks_in_flight(client: Client) -> None:
 
 def test_a_server_that_cannot_be_reached_is_asked_again(serve: Any) -> None:
     """What was not sent stays queued, what was not answered is asked again."""
-    server = serve(num_blocks=NUM_BLOCKS)
+    server = serve(no_memory=True, num_blocks=NUM_BLOCKS)
     wire = Wire(server.target)
     with Client(wire.target, timeout_s=0.4) as far, server.client() as near:
         facade = KVCacheManager(far.open_session(), steps_in_flight=1)
@@ -163,7 +163,7 @@ def test_a_server_that_cannot_be_reached_is_asked_again(serve: Any) -> None:
 
 def test_another_session_takes_what_was_left(serve: Any) -> None:
     """An ask ahead that is refused is no refusal; the growth that needs it is one."""
-    server = serve(num_blocks=6)
+    server = serve(no_memory=True, num_blocks=6)
     with (
         server.client() as client,
         client.open_session("lazy") as mine,
@@ -242,7 +242,7 @@ def test_a_decode_step_is_one_message_that_nobody_waits_for(client: Client) -> N
 
 
 def test_unavailable_passes_through(serve: Any) -> None:
-    server = serve(num_blocks=NUM_BLOCKS)
+    server = serve(no_memory=True, num_blocks=NUM_BLOCKS)
     with server.client(timeout_s=0.5) as client:
         facade = KVCacheManager(client.open_session())
         request = Request("a", list(range(8)), 8, 8)
@@ -264,7 +264,7 @@ def test_unavailable_passes_through(serve: Any) -> None:
 @pytest.mark.parametrize("strict", [True, False])
 def test_an_answer_that_was_not_heard_is_made_up_for(serve: Any, strict: bool) -> None:
     """Whoever asks again after an error has in its tables what the server has in its own."""
-    server = serve(num_blocks=NUM_BLOCKS)
+    server = serve(no_memory=True, num_blocks=NUM_BLOCKS)
     wire = Wire(server.target)
     with Client(wire.target, timeout_s=0.4) as far, server.client() as near:
         facade = KVCacheManager(far.open_session(), strict=strict)
@@ -365,7 +365,7 @@ def test_an_admission_behind_what_is_refused_is_made_up_for(client: Client) -> N
 
 
 def test_what_a_message_may_not_take_is_asked_for_again(serve: Any) -> None:
-    server = serve(num_blocks=NUM_BLOCKS, max_step_blocks=1)
+    server = serve(no_memory=True, num_blocks=NUM_BLOCKS, max_step_blocks=1)
     with server.client() as client, client.open_session() as session:
         facade = KVCacheManager(session)
         requests = [Request(name, [*name.encode(), *range(7)], 8, 8) for name in "abcd"]
@@ -395,7 +395,7 @@ def test_messages_are_cut_to_what_the_server_takes(serve: Any, strict: bool) -> 
     """Same requests, same outputs, with one operation a message and with all in one."""
     finished = []
     for step_operations in (1, 65_536):
-        server = serve(num_blocks=NUM_BLOCKS, max_step_operations=step_operations)
+        server = serve(no_memory=True, num_blocks=NUM_BLOCKS, max_step_operations=step_operations)
         with server.client() as client, client.open_session() as session:
             assert session.step_operations_max == step_operations
             facade = KVCacheManager(session, strict=strict)
@@ -411,7 +411,7 @@ def test_messages_are_cut_to_what_the_server_takes(serve: Any, strict: bool) -> 
 
 def test_a_message_that_is_refused_is_told_once(serve: Any) -> None:
     """Then the facade says that it is lost, and a new one goes on."""
-    server = serve(num_blocks=NUM_BLOCKS, max_step_operations=2)
+    server = serve(no_memory=True, num_blocks=NUM_BLOCKS, max_step_operations=2)
     with server.client() as client:
         session = client.open_session()
         facade = KVCacheManager(session, steps_in_flight=1)

@@ -22,7 +22,8 @@ from importlib.metadata import version
 assert version("vllm") == "0.25.1", version("vllm")'
 }
 
-# Most of what is installed is never imported: Python compiles what is.
+# Most of what is installed is never imported: Python compiles what is, once.
+unset PYTHONDONTWRITEBYTECODE
 pip=("$venv/bin/python" -m pip --quiet --disable-pip-version-check)
 
 # The Scheduler there is a client of ours, too: its protobuf is the one that vLLM installs.
