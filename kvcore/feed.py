@@ -59,14 +59,18 @@ class StoredRun:
         """The hash before that of the block at ``position`` of the run."""
         return self.hashes[position - 1] if position else self.parent_hash
 
+    def tokens_of(self, position: int) -> bytes:
+        """Those of the block at ``position`` of the run."""
+        num_bytes = len(self.tokens) // len(self.hashes)
+        return self.tokens[position * num_bytes : (position + 1) * num_bytes]
+
     def event(self, position: int) -> BlockStored:
         """The block at ``position`` of the run is readable."""
         kind = self.kind
-        num_bytes = len(self.tokens) // len(self.hashes)
         return BlockStored(
             block_hashes=[self.hashes[position]],
             parent_block_hash=self.parent_of(position),
-            token_ids=self.tokens[position * num_bytes : (position + 1) * num_bytes],
+            token_ids=self.tokens_of(position),
             block_size=kind.block_size,
             lora_id=self.lora_id,
             lora_name=self.lora_name,

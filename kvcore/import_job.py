@@ -52,6 +52,13 @@ class Filled(NamedTuple):
     content: ImportedContent | None = None
 
 
+class Ready(NamedTuple):
+    """Of the hashes of a group that a peer is asked for, from ``first`` on: which it has."""
+
+    first: int
+    is_ready: Sequence[int]
+
+
 @dataclass(slots=True, eq=False)
 class ImportGroup:
     """Blocks of one group. ``blocks``: those that are filled, and those that were here."""

@@ -23,6 +23,7 @@ from kvcore.import_job import (
     ImportGroup,
     ImportResult,
     ImportStatus,
+    Ready,
 )
 from kvcore.request import TOKEN_BYTES, Request, RequestStatus
 from kvcore.single_type.base import SingleTypeKVCacheManager
@@ -43,6 +44,7 @@ _RUNNING, _IMPORTED, _PRESENT, _FAILED, _NO_FIT, _NOT_ATTEMPTED = (
     ImportStatus.NOT_ATTEMPTED,
 )
 _NOTHING = Filled(_FAILED)
+_NONE_READY = Ready(0, ())
 
 
 class Imports:
@@ -149,19 +151,21 @@ class Imports:
         self._depot.pool.pins.pin(found.blocks)
         return found
 
-    def take(self, found: Import, ready: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
+    def take(self, found: Import, ready: Mapping[int, Ready]) -> dict[int, list[int]]:
         """Take blocks for what the peer has, as many as fit above the watermark.
 
-        ``ready``, by group: of each hash that was asked for, whether it is ready at the
-        peer. Answers as many block ids, 0 where there is none; a repeat, the same. Blocks
-        are evicted for them, but none of those that were here and asked for.
+        ``ready``, by group: of some of the hashes that were asked for, or all. Answers a
+        block id for each of them, 0 where there is none; a repeat, the same. Blocks are
+        evicted for them, but none of those that were here and asked for.
         """
         pool = self._depot.pool
         absent = []
+        numbers = {}
         for group in found.groups:
-            for number, is_ready in zip(group.asked, ready.get(group.group, ()), strict=False):
-                is_running = group.statuses[number] is _RUNNING
-                if is_ready and is_running and group.blocks[number] is None:
+            first, is_ready = ready.get(group.group, _NONE_READY)
+            numbers[group.group] = group.asked[first : first + len(is_ready)]
+            for number, has in zip(numbers[group.group], is_ready, strict=False):
+                if has and group.statuses[number] is _RUNNING and group.blocks[number] is None:
                     absent.append(((number + 1) / len(group.hashes), group, number))
         # If not all fit, the first part of every group: a hit needs them all.
         absent.sort(key=lambda entry: entry[0])
@@ -170,12 +174,20 @@ class Imports:
         num_blocks = min(len(absent), max(0, pool.pins.num_takable - watermark))
         if self._depot.resets.drain is not None or found.generation != self._depot.generation:
             num_blocks = 0  # nothing of it could become a hit
-        taken = pool.pins.take(num_blocks)
-        for (_, group, number), block in zip(absent, taken, strict=False):
+        # What follows each other lies together, as far as it can: it is copied at once.
+        fitting = sorted(absent[:num_blocks], key=lambda entry: (entry[1].group, entry[2]))
+        taken = sorted(pool.pins.take(num_blocks), key=lambda block: block.block_id)
+        for (_, group, number), block in zip(fitting, taken, strict=True):
             group.blocks[number] = block
         for _, group, number in absent[num_blocks:]:
             group.statuses[number] = _NO_FIT
-        return {group.group: group.wanted()[1] for group in found.groups}
+        return {
+            group.group: [
+                0 if block is None else block.block_id
+                for block in map(group.blocks.__getitem__, numbers[group.group])
+            ]
+            for group in found.groups
+        }
 
     def _begin(self, peer: str, groups: Sequence[ImportGroup]) -> Import:
         found = Import(str(uuid.uuid4()), peer, groups, self._depot.generation)

@@ -48,11 +48,14 @@ class PartialHashes:
 
         None if events are not published.
         """
-        if block.block_hash == block_hash:
-            run, position = block.content, block.content_position
-        else:
-            run, position = self.aliases_by_id[block.block_id][block_hash], 0
+        run, position = self.content(block, block_hash)
         return None if run is None else run.event(position)
+
+    def content(self, block: KVCacheBlock, block_hash: bytes) -> tuple[StoredRun | None, int]:
+        """Where that is kept: a run, and the block's position in it."""
+        if block.block_hash == block_hash:
+            return block.content, block.content_position
+        return self.aliases_by_id[block.block_id][block_hash], 0
 
     def cache_partial_block(
         self,

@@ -7,7 +7,7 @@ was named. Its lease is kept by whoever calls.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
@@ -37,6 +37,13 @@ class GroupHashes(NamedTuple):
 
     group: int
     hashes: Sequence[bytes]
+
+
+class BlockLimit(NamedTuple):
+    """How many blocks a transfer may have on account of what else it asks for."""
+
+    num_blocks: int
+    error: Callable[[int], ResourceExhausted]
 
 
 class TransferGroup(NamedTuple):
@@ -76,13 +83,16 @@ class Transfers:
         self._depot = depot
         self.by_id: dict[str, Transfer] = {}
 
-    def open_hashes(self, name: str, wanted: Sequence[GroupHashes]) -> Transfer:
+    def open_hashes(
+        self, name: str, wanted: Sequence[GroupHashes], *, limit: BlockLimit | None = None
+    ) -> Transfer:
         """Pin the first ready copy of each hash; every hash is answered.
 
-        InvalidArgument for what is no group or hash; ResourceExhausted for too many.
+        InvalidArgument for what is no group or hash; ResourceExhausted for too many, by
+        ``limit`` as well.
         """
         check_hashes(self._depot, wanted)
-        self._require_room(sum(len(group.hashes) for group in wanted))
+        self._require_room(sum(len(group.hashes) for group in wanted), limit)
         return self._open(
             name,
             [
@@ -91,7 +101,9 @@ class Transfers:
             ],
         )
 
-    def open_request(self, name: str, session: Session, request_id: str) -> Transfer:
+    def open_request(
+        self, name: str, session: Session, request_id: str, *, limit: BlockLimit | None = None
+    ) -> Transfer:
         """Pin the ready full blocks of a request, of every group that holds any.
 
         A place that its table does not keep, or keeps without hash, is MISSING.
@@ -106,7 +118,7 @@ class Transfers:
                 for block, block_hash in zip(table, hashes, strict=False)
             ]
             groups.append(_group(manager.group, hashes, found))
-        self._require_room(sum(len(group.hashes) for group in groups))
+        self._require_room(sum(len(group.hashes) for group in groups), limit)
         return self._open(name, groups)
 
     def close(self, transfer_id: str) -> None:
@@ -178,7 +190,7 @@ class Transfers:
             return BlockStatus.PENDING, None
         return BlockStatus.READY, block
 
-    def _require_room(self, num_blocks: int) -> None:
+    def _require_room(self, num_blocks: int, limit: BlockLimit | None) -> None:
         config = self._depot.config
         if len(self.by_id) >= config.max_transfers:
             raise ResourceExhausted(
@@ -187,6 +199,8 @@ class Transfers:
                 retryable=True,
             )
         require_few(num_blocks, config.max_transfer_blocks)
+        if limit is not None and num_blocks > limit.num_blocks:
+            raise limit.error(num_blocks)
 
 
 _MISSING = BlockStatus.MISSING

@@ -307,6 +307,12 @@ class ServerConfig:
     max_transfer_blocks: int = option(
         65_536, integer(1, 1 << 24), "blocks of a transfer or an import", "N"
     )
+    max_transfer_contents: int = option(
+        8192,
+        integer(1, 1 << 24),
+        "blocks of a transfer that asks for their contents, for which others wait",
+        "N",
+    )
     max_imports: int = option(16, integer(1, 65_536), "imports that run at a time", "N")
     transfer_ttl_seconds: float = option(
         30.0,
@@ -337,6 +343,9 @@ class ServerConfig:
     )
     pull_bandwidth_bytes: int = option(
         0, num_bytes(0, 1 << 50), "most bytes a second sent by PullBlocks; 0: no limit", "BYTES"
+    )
+    import_part_blocks: int = option(
+        4096, integer(1, 1 << 24), "blocks that an import asks its peer for at a time", "N"
     )
     import_bandwidth_bytes: int = option(
         0, num_bytes(0, 1 << 50), "most bytes a second imported from peers; 0: no limit", "BYTES"

@@ -5,28 +5,76 @@ from __future__ import annotations
 from typing import Any
 
 from kvcore.block_pool import BlockPool
+from kvcore.errors import ResourceExhausted
+from kvcore.feed import StoredRun
 from kvcore.import_job import ImportedContent
 from kvcore.transfer import TransferGroup
 from kvdepot.v1 import event_pb2
 from kvdepot.v1 import transfer_pb2 as pb
 from kvserver import convert
 
+# Of a block in an answer, beside its tokens: hashes, status, id, what its group says.
+_BLOCK_BYTES = 192
 
-def block_contents(pool: BlockPool, group: TransferGroup) -> list[pb.BlockContent]:
-    """Of the ready blocks of one group of a transfer, in order.
+
+def add_contents(
+    answer: pb.GroupBlocks, pool: BlockPool, group: TransferGroup, *, max_bytes: int
+) -> int:
+    """Of the ready blocks of one group of a transfer, in order. Answers their bytes, about.
 
     Empty of a block of which nothing is told: a peer does not register it.
+    ResourceExhausted if it is more than ``max_bytes``.
     """
-    contents = []
+    add, num_bytes = answer.contents.add, 0
+    last: StoredRun | None = None
+    of_run = event_pb2.BlockStored()
     for block, block_hash in zip(group.blocks, group.hashes, strict=True):
+        num_bytes += _BLOCK_BYTES
         if block is None:
             continue
-        content = pb.BlockContent(cache_salt=pool.extra_of(block).cache_salt)
-        stored = pool.partial.stored_event(block, block_hash)
-        if stored is not None:
-            content.stored.CopyFrom(convert.block_stored(stored))
-        contents.append(content)
-    return contents
+        content = add()
+        extra = pool.extras.get(block.block_id)
+        if extra is not None and extra.cache_salt is not None:
+            content.cache_salt = extra.cache_salt
+        run, position = pool.partial.content(block, block_hash)
+        if run is None:
+            continue
+        stored = content.stored
+        if run.extra_keys is not None:
+            stored.CopyFrom(convert.block_stored(run.event(position)))
+            num_bytes += content.ByteSize()
+        else:
+            if run is not last:
+                # What is the same for all its blocks, as one of them has it.
+                last, of_run = run, convert.block_stored(run.event(position))
+                for field in ("block_hashes", "parent_block_hash", "token_ids"):
+                    of_run.ClearField(field)
+            stored.CopyFrom(of_run)
+            stored.block_hashes.append(block_hash)
+            parent_hash = run.parent_of(position)
+            if parent_hash is not None:
+                stored.parent_block_hash = parent_hash
+            stored.token_ids = run.tokens_of(position)
+            num_bytes += len(stored.token_ids)
+        if num_bytes > max_bytes:
+            raise ResourceExhausted(
+                "the blocks' contents are larger than a message may be (--max-message-bytes): "
+                "open transfers of fewer blocks, one after the other",
+                reason="CONTENTS_TOO_LARGE",
+                field="contents",
+            )
+    return num_bytes
+
+
+def too_many_contents(num_blocks: int, maximum: int) -> ResourceExhausted:
+    """Of more blocks than are told in one call, during which all others wait."""
+    return ResourceExhausted(
+        f"the contents of {num_blocks} blocks are more than {maximum} at a time "
+        "(--max-transfer-contents): open transfers of fewer blocks, one after the other, or "
+        "leave out contents",
+        reason="TOO_MANY_CONTENTS",
+        field="contents",
+    )
 
 
 def imported_content(message: pb.BlockContent, block_hash: bytes) -> ImportedContent | None:

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvcore.import_job import Ready
 from kvdepot.v1 import transfer_pb2 as pb
 
 
@@ -32,8 +33,8 @@ class ImportJob:
     """One import. ``paths``: those allowed, in order; empty: all, the best first.
 
     ``contents``: bring what is known of the blocks besides their bytes. ``take``: called
-    with what the peer has ready, by group, one truth value a hash; answers the ids of the
-    blocks to fill, 0 for a hash that gets none. None: they are named already.
+    with what the peer has ready, by group, part by part; answers the ids of the blocks to
+    fill, one a hash of the part, 0 for one that gets none. None: they are named already.
     """
 
     peer: str
@@ -43,7 +44,7 @@ class ImportJob:
     checksums: bool
     contents: bool
     deadline_seconds: float
-    take: Callable[[Mapping[int, Sequence[int]]], Mapping[int, Sequence[int]]] | None = None
+    take: Callable[[Mapping[int, Ready]], Mapping[int, Sequence[int]]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

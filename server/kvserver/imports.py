@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvcore.errors import InvalidArgument, KVDepotError, Unavailable
-from kvcore.import_job import Filled, Import, ImportResult, ImportStatus
+from kvcore.import_job import Filled, Import, ImportResult, ImportStatus, Ready
 from kvcore.transfer import ID_SHOWN
 from kvdepot.v1 import transfer_pb2 as pb
 from kvserver.contents import imported_content
@@ -214,9 +214,7 @@ class Imports:
                 await _ended(iterator)
         self._finish(running, job, report, error)
 
-    def _take(
-        self, found: Import, ready: Mapping[int, Sequence[int]]
-    ) -> Mapping[int, Sequence[int]]:
+    def _take(self, found: Import, ready: Mapping[int, Ready]) -> Mapping[int, Sequence[int]]:
         """The peer has said what it has."""
         try:
             return self._node.depot.imports.take(found, ready)

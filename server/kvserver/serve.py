@@ -129,7 +129,11 @@ class Server:
             cache.SERVICE: self._cache.handlers(),
             event.SERVICE: event.EventService(node, rpcs).handlers(),
             transfer.SERVICE: transfer.TransferService(
-                node, rpcs, stall_seconds=config.pull_stall_seconds
+                node,
+                rpcs,
+                stall_seconds=config.pull_stall_seconds,
+                contents_max=config.max_transfer_contents,
+                message_bytes_max=config.max_message_bytes,
             ).handlers(),
             admin.SERVICE: admin.AdminService(node, rpcs).handlers(),
         }

@@ -11,23 +11,37 @@ from kvcore.depot import check_name
 from kvcore.errors import InvalidArgument
 from kvcore.import_job import Import
 from kvcore.session import Session
-from kvcore.transfer import GroupHashes, Transfer
+from kvcore.transfer import BlockLimit, GroupHashes, Transfer
 from kvdepot.v1 import transfer_pb2 as pb
-from kvserver.contents import block_contents
+from kvserver.contents import add_contents, too_many_contents
 from kvserver.imports import RunningImport
 from kvserver.node import Node
 from kvserver.rpc import Context, Handler, Rpcs, write
 
 SERVICE = pb.DESCRIPTOR.services_by_name["KVTransferService"].full_name
+# Of an answer, beside the blocks' contents: of each block its hash, status and id.
+_ANSWER_BYTES = 1 << 12
 
 
 class TransferService:
     """What workers and peers ask of the node; PullBlocks is not served here."""
 
-    def __init__(self, node: Node, rpcs: Rpcs, *, stall_seconds: float) -> None:
+    def __init__(
+        self,
+        node: Node,
+        rpcs: Rpcs,
+        *,
+        stall_seconds: float,
+        contents_max: int,
+        message_bytes_max: int,
+    ) -> None:
         self._node = node
         self._rpcs = rpcs
         self._stall_seconds = stall_seconds
+        self._contents_limit = BlockLimit(
+            contents_max, lambda num_blocks: too_many_contents(num_blocks, contents_max)
+        )
+        self._message_bytes_max = message_bytes_max
 
     def handlers(self) -> dict[str, Handler]:
         """The service's methods by name."""
@@ -84,32 +98,40 @@ class TransferService:
         data_plane = node.require_data_plane()
         depot.require_fingerprint(request.fingerprint)
         check_name(request.name)
+        limit = self._contents_limit if request.contents else None
 
         def begin() -> Transfer:
             session = self._session_of(request)
             if session is None:
-                return depot.transfers.open_hashes(request.name, _groups(request.groups))
+                groups = _groups(request.groups)
+                return depot.transfers.open_hashes(request.name, groups, limit=limit)
             request_id = request.request.request_id
-            return depot.transfers.open_request(request.name, session, request_id)
+            return depot.transfers.open_request(request.name, session, request_id, limit=limit)
 
         has_ttl = request.HasField("lease_ttl_seconds")
         transfer = node.transfers.open(begin, request.lease_ttl_seconds if has_ttl else None)
-        return pb.OpenTransferResponse(
-            transfer_id=transfer.transfer_id,
+        transfer_id = transfer.transfer_id
+        answer = pb.OpenTransferResponse(
+            transfer_id=transfer_id,
             epoch=depot.epoch,
-            lease_ttl_seconds=node.transfers.lease_ttl_seconds(transfer.transfer_id),
-            groups=[
-                pb.GroupBlocks(
+            lease_ttl_seconds=node.transfers.lease_ttl_seconds(transfer_id),
+            reach=data_plane.reach(),
+        )
+        room = self._message_bytes_max - _ANSWER_BYTES
+        try:
+            for group in transfer.groups:
+                entry = answer.groups.add(
                     group=group.group,
                     statuses=group.statuses,
                     block_ids=struct.pack(f"<{len(group.blocks)}I", *group.block_ids),
                     block_hashes=group.hashes if request.HasField("request") else (),
-                    contents=block_contents(depot.pool, group) if request.contents else (),
                 )
-                for group in transfer.groups
-            ],
-            reach=data_plane.reach(),
-        ).SerializeToString()
+                if request.contents:
+                    room -= add_contents(entry, depot.pool, group, max_bytes=room)
+        except BaseException:
+            self.close_transfer(pb.CloseTransferRequest(transfer_id=transfer_id))
+            raise
+        return answer.SerializeToString()
 
     def renew_transfer(self, request: pb.RenewTransferRequest) -> bytes:
         """RenewTransfer."""

@@ -122,6 +122,21 @@ def test_asyncio(client: Client, server: ServerProcess, source: ServerProcess) -
     asyncio.run(story())
 
 
+def test_a_peer_that_tells_less_at_a_time_is_asked_for_less(serve: Serve) -> None:
+    source, here = serve(max_transfer_contents=2, max_message_bytes=1 << 16), serve()
+    prompt = list(range(41))
+    with source.client() as client, client.open_session() as session:
+        session.get_computed_blocks("a", prompt)
+        session.allocate_slots(SlotRequest("a", num_new_tokens=len(prompt)))
+        session.cache_blocks("a", len(prompt))
+    with here.client() as client:
+        result = client.import_blocks(hashes_of(source), source.target).result()
+        assert result.statuses == {0: (IMPORTED,) * 10}
+        assert result.failures == ()
+        with client.open_session() as session:
+            assert session.get_computed_blocks("a", prompt).num_computed_tokens == 40
+
+
 def test_what_is_refused(client: Client, source: ServerProcess) -> None:
     hashes = hashes_of(source)
     with pytest.raises(Unavailable):

@@ -12,7 +12,7 @@ from kvcore.depot import Depot
 from kvcore.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 from kvcore.events import BlockStored
 from kvcore.hashing import ExtraKeys
-from kvcore.import_job import Filled, Import, ImportedContent, ImportStatus
+from kvcore.import_job import Filled, Import, ImportedContent, ImportStatus, Ready
 from kvcore.operation import FreeMode, Outcome, SlotRequest
 from kvcore.reset import ResetMode, ResetScope
 from kvcore.session import Session
@@ -52,7 +52,7 @@ def begin(depot: Depot, hashes: Sequence[bytes], group: int = 0) -> Import:
 
 def take_all(depot: Depot, found: Import) -> None:
     """As of a peer that has everything."""
-    ready = {group.group: [True] * len(group.asked) for group in found.groups}
+    ready = {group.group: Ready(0, [True] * len(group.asked)) for group in found.groups}
     depot.imports.take(found, ready)
 
 
@@ -154,9 +154,11 @@ def test_nothing_is_evicted_for_what_the_peer_does_not_have() -> None:
     hashes, _ = chain(depot, range(50, 66))
     found = depot.imports.begin_hashes("peer", [GroupHashes(0, hashes)])
     assert states(depot) == {"cached": 4}
-    assert depot.imports.take(found, {0: [False, False, True, False]}) == {0: [0, 0, 4, 0]}
+    third = {0: Ready(0, [False, False, True, False])}
+    assert depot.imports.take(found, third) == {0: [0, 0, 4, 0]}
     assert states(depot) == {"cached": 3, "in_transfer": 1}
-    assert depot.imports.take(found, {0: [False, False, True, False]}) == {0: [0, 0, 4, 0]}
+    assert depot.imports.take(found, third) == {0: [0, 0, 4, 0]}
+    assert depot.imports.take(found, {0: Ready(2, [True])}) == {0: [4]}
     missing = Filled(ImportStatus.MISSING)
     came = {0: [missing, missing, Filled(ImportStatus.FAILED), missing]}
     assert set(depot.imports.finish(found, came).statuses[0]) == {

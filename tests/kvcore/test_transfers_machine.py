@@ -12,7 +12,7 @@ from building import full, groups_config, token_bytes, window
 from kvcore.depot import Depot
 from kvcore.errors import FailedPrecondition
 from kvcore.hashing import ExtraKeys
-from kvcore.import_job import Filled, Import, ImportedContent, ImportStatus
+from kvcore.import_job import Filled, Import, ImportedContent, ImportStatus, Ready
 from kvcore.operation import SlotRequest
 from kvcore.request import Request, RequestStatus
 from kvcore.reset import ResetScope
@@ -168,18 +168,23 @@ class Transfers(Sessions):
             block.block_id for session in self.sessions for block in self._blocks_of(session)
         } | self._pinned()
         before = dict(_wanted(found))
-        ready = {
-            group.group: [data.draw(st.booleans()) for _ in group.asked] for group in found.groups
-        }
+        ready = {}
+        for group in found.groups:  # a part of it
+            first = data.draw(st.integers(0, len(group.asked)))
+            is_ready = data.draw(st.lists(st.booleans(), max_size=len(group.asked) - first))
+            ready[group.group] = Ready(first, is_ready)
         taken = self.depot.imports.take(found, ready)
         after = dict(_wanted(found))
         assert before.items() <= after.items()
         assert not (set(after.values()) - set(before.values())) & used
         for group in found.groups:
-            assert taken[group.group] == group.wanted()[1]
-            for number, is_ready in zip(group.asked, ready[group.group], strict=True):
+            first, is_ready = ready[group.group]
+            end = first + len(is_ready)
+            assert taken[group.group] == group.wanted()[1][first:end]
+            has = [False] * first + is_ready + [False] * (len(group.asked) - end)
+            for number, may_have_come in zip(group.asked, has, strict=True):
                 name = (group.group, group.hashes[number])
-                assert is_ready or name in before or name not in after
+                assert may_have_come or name in before or name not in after
         self.imports[found] = {block.block_id for block in found.blocks}
 
     @precondition(lambda self: len(self.imports) < 4)

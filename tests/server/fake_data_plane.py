@@ -8,11 +8,12 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 from kvcore.errors import InvalidArgument, KVDepotError, Unavailable
+from kvcore.import_job import Ready
 from kvcore.memory import PoolMemory
 from kvcore.transfer import BlockStatus, GroupHashes
 from kvdepot.v1 import transfer_pb2 as pb
 from kvserver.config import ServerConfig
-from kvserver.contents import block_contents
+from kvserver.contents import add_contents
 from kvserver.data_plane import ImportJob, ImportProgress, ImportReport
 from kvserver.serve import Server
 
@@ -104,7 +105,7 @@ class FakeDataPlane:
             taken.update(
                 job.take(
                     {
-                        group.group: [status == BlockStatus.READY for status in group.statuses]
+                        group.group: Ready(0, [s == BlockStatus.READY for s in group.statuses])
                         for group in transfer.groups
                     }
                 )
@@ -121,12 +122,10 @@ class FakeDataPlane:
                 for s, block_id in zip(group.statuses, ids, strict=True)
             )
             ready = [i for block, i in zip(group.blocks, ids, strict=True) if block is not None]
+            told = pb.GroupBlocks()
+            add_contents(told, source.depot.pool, group, max_bytes=1 << 20)
             contents[group.group] = [
-                content
-                for content, block_id in zip(
-                    block_contents(source.depot.pool, group), ready, strict=True
-                )
-                if block_id
+                content for content, block_id in zip(told.contents, ready, strict=True) if block_id
             ]
             for block, block_id in zip(group.blocks, ids, strict=True):
                 if block is not None and block_id:

@@ -42,7 +42,7 @@ def block_hash(group: int, block_id: int) -> bytes:
 
 
 class MovingNode(transfer_pb2_grpc.KVTransferServiceServicer):
-    """Every block is ready under ``block_hash``, unless it is in ``pending``."""
+    """Every block is ready under ``block_hash``, unless in ``pending`` or ``hidden``."""
 
     def __init__(self, directory: Path, **options: Any) -> None:
         defaults: dict[str, Any] = {
@@ -68,11 +68,18 @@ class MovingNode(transfer_pb2_grpc.KVTransferServiceServicer):
             self.expire(transfer_id)
         self.epoch = uuid.uuid4().hex
         self.pending: set[bytes] = set()
+        self.hidden: set[bytes] = set()
         self.lease_ttl_seconds = 30.0
         self.host_id: str | None = None
         # Of the pool's file, if not the right one.
         self.shown_path = ""
         self.num_renewals = 0
+        # Of all transfers so far, in order.
+        self.opened: list[str] = []
+        # Of each OpenTransfer: how many hashes it asked for.
+        self.num_asked: list[int] = []
+        # Called before OpenTransfer is answered, with how many have been asked for.
+        self.on_open: Callable[[int, Any], None] = lambda number, context: None
         # Called before CloseTransfer is answered.
         self.on_close: Callable[[], None] = lambda: None
 
@@ -146,6 +153,8 @@ class MovingNode(transfer_pb2_grpc.KVTransferServiceServicer):
         return response
 
     def OpenTransfer(self, request: Any, context: Any) -> Any:
+        self.num_asked.append(sum(len(group.block_hashes) for group in request.groups))
+        self.on_open(len(self.num_asked), context)
         response = pb.OpenTransferResponse(
             transfer_id=uuid.uuid4().hex,
             epoch=self.epoch,
@@ -163,7 +172,7 @@ class MovingNode(transfer_pb2_grpc.KVTransferServiceServicer):
                 status = pb.BLOCK_STATUS_READY
                 if name in self.pending:
                     status = pb.BLOCK_STATUS_PENDING
-                elif not 0 < block_id < self.pool.num_blocks:
+                elif name in self.hidden or not 0 < block_id < self.pool.num_blocks:
                     status = pb.BLOCK_STATUS_MISSING
                 ready = status == pb.BLOCK_STATUS_READY
                 statuses.append(status)
@@ -174,6 +183,7 @@ class MovingNode(transfer_pb2_grpc.KVTransferServiceServicer):
             answer.block_ids = b"".join(number.to_bytes(4, "little") for number in ids)
             blocks[asked.group] = ids
         self.transfers.add(response.transfer_id)
+        self.opened.append(response.transfer_id)
         self.loop.call(lambda: self.handle.open_transfer(response.transfer_id, blocks))
         return response
 

@@ -7,9 +7,11 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from kvcore.errors import FailedPrecondition, Unavailable
@@ -142,14 +144,14 @@ def test_blocks_are_taken_when_the_peer_has_said_what_it_has(kept: Start, path: 
     asked: list[Any] = []
 
     def take(ready: Any) -> Any:
-        asked.append({group: list(column) for group, column in ready.items()})
+        asked.append({group: (part.first, list(part.is_ready)) for group, part in ready.items()})
         return {0: [7, 0, 0, 0, 9]}
 
     blocks = {0: [(1, 0), (99, 0), (3, 0), (4, 0), (5, 0)]}
     job = destination.job(source, blocks, contents=True, paths=[path], take=take)
     source.pending.add(job.groups[0].hashes[2])
     report, _ = destination.run_import(job)
-    assert asked == [{0: [1, 0, 0, 1, 1]}]
+    assert asked == [{0: (0, [1, 0, 0, 1, 1])}]
     assert report.statuses == {0: bytes([IMPORTED, MISSING, PENDING, FAILED, IMPORTED])}
     contents = [content.stored.block_hashes[0] for content in report.contents[0]]
     assert contents == [job.groups[0].hashes[0], job.groups[0].hashes[4]]
@@ -353,6 +355,139 @@ def test_a_peer_cut_short_is_told(start: Start, path: int) -> None:
     os.truncate(source.memory.path, source.memory.nbytes)
     report, _ = destination.run_import(destination.job(source, {0: [(32, 1)]}, paths=[path]))
     assert report.statuses == {0: bytes([IMPORTED])}
+
+
+# --- parts --------------------------------------------------------------------------------
+
+PARTS = {**LARGE, "import_part_blocks": 8}
+FIVE = bytes([IMPORTED]) * 5
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_an_import_in_parts(kept: Start, path: int) -> None:
+    source, destination = kept(1, **LARGE, layout="block"), kept(3, **PARTS)
+    source.fill(1)
+    destination.fill(2)
+    asked: list[tuple[int, list[int]]] = []
+
+    def take(ready: Any) -> Any:
+        first, is_ready = ready[0]
+        asked.append((first, list(is_ready)))
+        return {0: [first + number + 3 for number in range(len(is_ready))]}
+
+    blocks = {0: [(block_id, 0) for block_id in range(1, 28)]}
+    job = destination.job(source, blocks, contents=True, paths=[path], take=take)
+    report, progress = destination.run_import(job)
+    assert source.num_asked == [6, 7, 7, 7]
+    assert [(first, len(is_ready)) for first, is_ready in asked] == [
+        (0, 6),
+        (6, 7),
+        (13, 7),
+        (20, 7),
+    ]
+    assert (list(report.failures), report.statuses) == ([], {0: bytes([IMPORTED]) * 27})
+    assert (report.num_blocks, report.num_bytes) == (27, 27 * 24 * 8192)
+    contents = [content.stored.block_hashes[0] for content in report.contents[0]]
+    assert contents == job.groups[0].hashes
+    assert_imported(source, destination, {0: [(i, i + 2) for i in range(1, 28)]})
+    assert source.transfers == set()
+    told = [item.num_blocks for item in progress]
+    assert told == sorted(told)
+
+
+def test_groups_come_side_by_side(kept: Start) -> None:
+    options = {"model": "gemma-like", "import_part_blocks": 3}
+    source, destination = kept(1, **options), kept(2, **options)
+    source.fill(1)
+    blocks = {0: pairs(range(1, 7), 3), 1: pairs([7, 8], 5), 2: pairs([20], 0)}
+    report, _ = destination.run_import(destination.job(source, blocks))
+    assert source.num_asked == [2, 3, 4]
+    assert report.statuses == {0: bytes([IMPORTED]) * 6, 1: bytes([IMPORTED]) * 2, 2: FIVE[:1]}
+    assert_imported(source, destination, blocks)
+
+
+def of_parts(kept: Start) -> tuple[MovingNode, MovingNode, Any]:
+    """An import of ten blocks in two parts."""
+    options = {**LARGE, "import_part_blocks": 5}
+    source, destination = kept(1, **LARGE, layout="block"), kept(4, **options)
+    return source, destination, destination.job(source, {0: pairs(range(1, 11), 1)}, contents=True)
+
+
+def test_what_the_peer_evicts_between_parts_is_missing(kept: Start) -> None:
+    source, destination, job = of_parts(kept)
+
+    def evict(number: int, _: Any) -> None:
+        # The first part's bytes are kept for it, the second's are not needed before it is open.
+        source.hidden.update(job.groups[0].hashes[6:8] if number == 2 else ())
+
+    source.on_open = evict
+    report, _ = destination.run_import(job)
+    assert report.statuses == {0: FIVE + bytes([IMPORTED, MISSING, MISSING, IMPORTED, IMPORTED])}
+    assert not report.failures
+    contents = [content.stored.block_hashes[0] for content in report.contents[0]]
+    assert contents == [*job.groups[0].hashes[:6], *job.groups[0].hashes[8:]]
+
+
+def test_a_later_part_that_is_refused_leaves_the_others(kept: Start) -> None:
+    source, destination, job = of_parts(kept)
+
+    def refuse(number: int, context: Any) -> None:
+        if number == 2:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "going away")
+
+    source.on_open = refuse
+    report, _ = destination.run_import(job)
+    assert report.statuses == {0: FIVE + bytes([FAILED]) * 5}
+    assert (report.num_blocks, len(report.contents[0])) == (5, 5)
+    (failure,) = report.failures
+    assert "going away" in failure.reason
+    assert source.transfers == set()
+
+
+def test_a_part_whose_lease_ran_out_is_lost_alone(kept: Start) -> None:
+    source, destination, job = of_parts(kept)
+    closed: list[str] = []
+
+    def lose_the_first() -> None:
+        closed.append("")
+        if len(closed) == 1:
+            source.transfers.discard(source.opened[0])
+
+    source.on_close = lose_the_first
+    report, _ = destination.run_import(job)
+    assert report.statuses == {0: bytes([FAILED]) * 5 + FIVE}
+    assert (report.num_blocks, len(report.contents[0])) == (5, 5)
+    assert len(report.failures) == 1
+
+
+@pytest.mark.parametrize("how", ["done", "cancelled"])
+def test_the_next_part_is_open_and_kept_while_one_is_copied(kept: Start, how: str) -> None:
+    source = kept(1, **LARGE, layout="block")
+    destination = kept(5, **SLOW, import_part_blocks=16)
+    source.lease_ttl_seconds = 0.3
+    job = destination.job(source, {0: pairs(range(1, 33), 1)}, paths=[GRPC])
+    running = destination.begin_import(job)
+    eventually(lambda: len(source.transfers) == 2)
+    if how == "cancelled":
+        running.cancel()
+        eventually(lambda: running.seconds > 0)
+    else:
+        report, _ = running.result()
+        assert report.statuses == {0: bytes([IMPORTED]) * 32}
+        assert source.num_renewals >= 2
+    eventually(lambda: not source.transfers)
+    assert source.num_asked == [16, 16]
+
+
+def test_a_path_that_failed_is_not_tried_for_the_next_part(
+    kept: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, destination, job = of_parts(kept)
+    monkeypatch.setattr(source, "shown_path", source.memory.path + ".elsewhere")
+    report, _ = destination.run_import(replace(job, paths=[MAPPING, GRPC]))
+    assert report.statuses == {0: FIVE + FIVE}
+    (failure,) = report.failures
+    assert (failure.path, report.path) == (MAPPING, GRPC)
 
 
 # --- ends ---------------------------------------------------------------------------------

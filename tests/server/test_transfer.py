@@ -296,6 +296,14 @@ def test_operators_see_transfers_but_not_their_ids(served: Served) -> None:
             "groups",
             id="many blocks",
         ),
+        pytest.param(
+            {"groups": [transfer_pb2.GroupHashes(block_hashes=[b"h" * 32] * 3)], "contents": True},
+            {"max_transfer_contents": 2},
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            "TOO_MANY_CONTENTS",
+            "contents",
+            id="many contents",
+        ),
         pytest.param({}, {"no_memory": True}, FAILED_PRECONDITION, "NO_MEMORY", "", id="no bytes"),
     ],
 )
@@ -314,6 +322,31 @@ def test_refused(
     detail = refused(lambda: served.transfer.OpenTransfer(request, timeout=TIMEOUT_SECONDS), code)
     assert (detail.reason, detail.field) == (reason, field)
     assert num_pinned(served) == 0
+
+
+def test_contents_larger_than_a_message_leave_no_transfer(serve: Serve) -> None:
+    served = serve(num_blocks=400, max_message_bytes=1 << 16)
+    scheduler = served.open()
+    scheduler.admit("a", tokens(*range(1560)))
+    scheduler.cache("a", 1520)
+    hashes = ready_hashes(served)
+    assert len(hashes) == 390
+    detail = refused(
+        lambda: open_transfer(served, hashes, contents=True), grpc.StatusCode.RESOURCE_EXHAUSTED
+    )
+    assert (detail.reason, detail.field) == ("CONTENTS_TOO_LARGE", "contents")
+    assert num_pinned(served) == 0 and served.data_plane.opened == {}
+    opened = open_transfer(served, hashes[:200], contents=True)
+    assert len(opened.groups[0].contents) == 200
+    assert opened.ByteSize() < 1 << 16
+    named = transfer_pb2.SessionRequest(
+        session_id=scheduler.opened.session_id, epoch=opened.epoch, request_id="a"
+    )
+    detail = refused(
+        lambda: open_transfer(served, request=named, contents=True),
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+    )
+    assert detail.reason == "CONTENTS_TOO_LARGE"
 
 
 def test_transfers_are_bounded(serve: Serve) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from kvdepot.v1 import transfer_pb2 as pb
 from kvdepot.v1 import types_pb2
 from kvserver.mover.bucket import Bucket
+from kvserver.mover.lease import Lease
 from kvserver.mover.pages import PoolFile, Span, block_bytes, checksum
 from kvserver.mover.peer import Peer
 
@@ -59,13 +60,13 @@ class Copy:
 
 
 class Task:
-    """One import while it copies; used by its own thread, but for ``stop`` and ``lose``."""
+    """A part of an import while it is copied."""
 
     def __init__(
         self,
         peer: Peer,
         peer_pool: types_pb2.PoolDescription,
-        opened: pb.OpenTransferResponse,
+        lease: Lease,
         copies: Sequence[Copy],
         *,
         file: PoolFile,
@@ -77,8 +78,8 @@ class Task:
     ) -> None:
         self.peer = peer
         self.peer_pool = peer_pool
-        self.transfer_id = opened.transfer_id
-        self.reach = opened.reach
+        self.transfer_id = lease.opened.transfer_id
+        self.reach = lease.opened.reach
         self.copies = copies
         self.file = file
         self.checksums = checksums
@@ -86,20 +87,16 @@ class Task:
         self.until = until
         self._bucket = bucket
         self._stopped = stopped
-        self._lost = ""
+        self._lease = lease
         self._progress = progress
         self._told_at = 0.0
-
-    def lose(self, reason: str) -> None:
-        """What is read from now on counts for nothing."""
-        self._lost = reason
 
     def check(self, num_bytes: int = 0) -> None:
         """Before ``num_bytes`` are copied: waits if that is too fast. Raises to end the copy."""
         if self._stopped.wait(self._bucket.delay(num_bytes)):
             raise Stopped
-        if self._lost:
-            raise PathFailed(self._lost)
+        if self._lease.lost:
+            raise PathFailed(self._lease.lost)
         if self.seconds_left() <= 0:
             raise PathFailed("DEADLINE_EXCEEDED: the import has had its time")
 

@@ -7,7 +7,8 @@ import sys
 import threading
 
 from kvserver.mover.channel import Channel
-from kvserver.mover.job import Importer, Job
+from kvserver.mover.importer import Importer
+from kvserver.mover.job import Job
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from kvcore import errors
+from kvcore.import_job import Ready
 from kvdepot.v1 import transfer_pb2 as pb
 from kvserver.data_plane import ImportJob, ImportProgress, ImportReport
 from kvserver.mover.channel import Message
@@ -107,7 +108,8 @@ class Imports:
                         yield ImportProgress(message["blocks"], message["bytes"], message["path"])
                     elif message["op"] == "found":
                         assert job.take is not None
-                        taken = job.take(message["ready"])
+                        ready = {group: Ready(*told) for group, told in message["ready"].items()}
+                        taken = job.take(ready)
                         ids = {group: list(column) for group, column in taken.items()}
                         process.child.send(op="blocks", job=number, ids=ids)
                     elif message["op"] == "report":

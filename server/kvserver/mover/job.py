@@ -6,7 +6,10 @@ import logging
 import threading
 import time
 from array import array
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 
 import numpy as np
@@ -16,12 +19,13 @@ import kvcore.errors
 from kvdepot.v1 import transfer_pb2 as pb
 from kvdepot.v1 import types_pb2
 from kvserver.mover import mapping, reading, stream
-from kvserver.mover.bucket import Bucket
 from kvserver.mover.channel import Message
 from kvserver.mover.copying import Copy, PathFailed, Stopped, Stuck, Task
-from kvserver.mover.nixl import ReadingAgent
-from kvserver.mover.pages import PoolFile, Span, spans_of
-from kvserver.mover.peer import Channels, Peer
+from kvserver.mover.importer import Importer
+from kvserver.mover.lease import Lease
+from kvserver.mover.pages import Span, spans_of
+from kvserver.mover.parts import Part
+from kvserver.mover.peer import Peer
 
 logger = logging.getLogger(__name__)
 
@@ -31,42 +35,11 @@ MAPPING, NIXL, GRPC = (
     pb.TRANSFER_PATH_GRPC,
 )
 BEST_FIRST = (MAPPING, NIXL, GRPC)
-_DESCRIBED_MAX = 64
 # Of the deadline, for closing the transfer.
 _CLOSE_SHARE, _CLOSE_SECONDS_MAX = 0.1, 1.0
-
-
-class Importer:
-    """What all imports of this process share."""
-
-    def __init__(self, start: Message) -> None:
-        self.pool = types_pb2.PoolDescription.FromString(start["pool"])
-        self.file = PoolFile(self.pool, writable=True)
-        self.spans = spans_of(self.pool)
-        self.bucket = Bucket(start["bandwidth_bytes"])
-        self.channels = Channels()
-        self.peer_files = mapping.PeerFiles()
-        self._described: dict[str, pb.DescribePoolResponse] = {}
-        self._devices: str = start["nixl_devices"]
-        self._agent: ReadingAgent | None = None
-        self._lock = threading.Lock()
-
-    def pool_of(self, peer: Peer, epoch: str, seconds: float) -> types_pb2.PoolDescription:
-        """The pool of a peer in this epoch of its; asked for once."""
-        described = self._described.get(peer.target)
-        if described is None or described.epoch != epoch:
-            described = peer.call("DescribePool", pb.DescribePoolRequest(), seconds)
-            if len(self._described) >= _DESCRIBED_MAX:
-                self._described.clear()
-            self._described[peer.target] = described
-        return described.pool
-
-    def agent(self) -> ReadingAgent:
-        """Made when first asked for."""
-        with self._lock:
-            if self._agent is None:
-                self._agent = ReadingAgent(self.file, self._devices)
-            return self._agent
+_REFUSED = (kvclient.errors.KVDepotError, kvcore.errors.KVDepotError)
+# What a peer says that opens no transfer of so many blocks, but may of fewer.
+_TOO_LARGE = frozenset(("TOO_MANY_BLOCKS", "TOO_MANY_CONTENTS", "CONTENTS_TOO_LARGE"))
 
 
 class Job:
@@ -80,7 +53,8 @@ class Job:
             (group["group"], group["hashes"], array("I", group["ids"]))
             for group in message["groups"]
         ]
-        self._paths: Sequence[pb.TransferPath] = message["paths"]
+        # Those that are allowed and have not failed, in order.
+        self._paths = [path for path in message["paths"] or BEST_FIRST if path in BEST_FIRST]
         self._fingerprint: str = message["fingerprint"]
         self._checksums: bool = message["checksums"]
         self._contents: bool = message["contents"]
@@ -94,6 +68,20 @@ class Job:
         self._stopped = threading.Event()
         self._path = pb.TRANSFER_PATH_UNSPECIFIED
         self._peer = Peer(message["peer"], importer.channels)
+        self._waiting = deque(
+            importer.parts(
+                {group: len(hashes) for group, hashes, _ in self._groups}, contents=self._contents
+            )
+        )
+        # Of the parts that came, and what they came to.
+        self._statuses = [
+            np.full(len(hashes), pb.IMPORT_STATUS_FAILED, np.uint8) for _, hashes, _ in self._groups
+        ]
+        self._contents_came: list[list[bytes]] = [[] for _ in self._groups]
+        self._num_blocks = self._num_bytes = self._num_parts = 0
+        # By path and why, each once.
+        self._failures: dict[tuple[int, str], None] = {}
+        self._num_bad: Counter[int] = Counter()
 
     def stop(self) -> None:
         """End it soon."""
@@ -132,15 +120,60 @@ class Job:
         return {"kind": "Unavailable", "message": message, **fields}
 
     def _run(self) -> Message:
-        peer = self._peer
+        try:
+            for part, lease in self._opened():
+                self._fill(part, lease)
+                if not self._paths:
+                    break
+        except _REFUSED as error:
+            # What came before, counts.
+            if self._stopped.is_set() or not self._num_parts:
+                raise
+            self._fail(pb.TRANSFER_PATH_UNSPECIFIED, f"{error.reason}: {error.message}")
+        return self._report()
+
+    def _fail(self, path: int, reason: str) -> None:
+        self._failures[path, reason] = None
+
+    # --- parts ------------------------------------------------------------------------
+
+    def _opened(self) -> Iterator[tuple[Part, Lease]]:
+        """Every part with its transfer, which is to be closed; the next opens meanwhile."""
+        executor = ThreadPoolExecutor(1, "kvdepot-open")
+        ahead: Future[tuple[Part, Lease]] | None = executor.submit(self._open_next)
+        try:
+            while ahead is not None:
+                part, lease = ahead.result()
+                ahead = executor.submit(self._open_next) if self._waiting else None
+                yield part, lease
+        finally:
+            if ahead is not None:  # nobody wants it any more, and nobody waits for it
+                ahead.add_done_callback(_close_unused)
+            executor.shutdown(wait=False)
+
+    def _open_next(self) -> tuple[Part, Lease]:
+        """A peer that finds the part too large is asked for half of it."""
+        while True:
+            part = self._waiting.popleft()
+            try:
+                return part, self._open(part)
+            except kvclient.errors.ResourceExhausted as error:
+                halves = part.halves() if error.reason in _TOO_LARGE else None
+                if halves is None:
+                    raise
+                self._waiting.extendleft(reversed(halves))
+
+    def _open(self, part: Part) -> Lease:
         asked_at = time.monotonic()
-        opened = peer.call(
+        opened = self._peer.call(
             "OpenTransfer",
             pb.OpenTransferRequest(
                 fingerprint=self._fingerprint,
                 groups=[
-                    pb.GroupHashes(group=group, block_hashes=hashes)
-                    for group, hashes, _ in self._groups
+                    pb.GroupHashes(group=group, block_hashes=hashes[begin:end])
+                    for (group, hashes, _), (begin, end) in zip(
+                        self._groups, part.ranges, strict=True
+                    )
                 ],
                 name="import",
                 contents=self._contents,
@@ -148,32 +181,58 @@ class Job:
             self._seconds_left(),
             linger=True,
         )
-        failures: list[tuple[int, str]] = []
+        return Lease(self._peer, opened, asked_at)
+
+    def _fill(self, part: Part, lease: Lease) -> None:
+        """Copy a part by the first way that works, and close its transfer."""
+        opened = lease.opened
         valid = False
         try:
-            pool = self._importer.pool_of(peer, opened.epoch, self._seconds_left())
+            pool = self._importer.pool_of(self._peer, opened.epoch, self._seconds_left())
             if self._fingerprint not in ("", pool.fingerprint):
                 raise kvcore.errors.FailedPrecondition(
                     "its pool has another fingerprint than ours",
                     reason="FINGERPRINT_MISMATCH",
                     field="peer",
                 )
-            copies = self._copies(opened, pool, spans_of(pool))
-            task = self._task(pool, opened, copies)
-            with _Lease(peer, opened, task, asked_at):
-                for path, offered, run in self._ways(task):
-                    if all(copy.done.all() for copy in copies):
-                        break
-                    if offered():
-                        failures += self._try(path, run, task)
+            copies = self._copies(part, opened, pool, spans_of(pool))
+            task = self._task(pool, lease, copies)
+            for path, offered, run in self._ways(task):
+                if all(copy.done.all() for copy in copies):
+                    break
+                if offered():
+                    self._try(path, run, task)
         finally:
             seconds = max(0.2, self._ends_at - time.monotonic())
             try:
-                peer.close_transfer(opened.transfer_id, min(_CLOSE_SECONDS_MAX, seconds))
+                lease.close(min(_CLOSE_SECONDS_MAX, seconds))
                 valid = True
             except kvclient.errors.KVDepotError as error:
-                failures.append((self._path, f"CloseTransfer: {error.reason}: {error.message}"))
-        return self._report(task, opened, failures, valid=valid)
+                self._fail(self._path, f"CloseTransfer: {error.reason}: {error.message}")
+        self._add(part, task, opened, valid=valid)
+        self._num_parts += 1
+
+    def _add(self, part: Part, task: Task, opened: pb.OpenTransferResponse, *, valid: bool) -> None:
+        """What has come of a part."""
+        if valid:
+            self._num_blocks += task.num_blocks
+            self._num_bytes += task.num_bytes
+        for number, (copy, answer) in enumerate(zip(task.copies, opened.groups, strict=True)):
+            begin, end = part.ranges[number]
+            told = self._statuses[number][begin:end]
+            found = np.frombuffer(answer.statuses, np.uint8)
+            told[found == pb.BLOCK_STATUS_PENDING] = pb.IMPORT_STATUS_PENDING
+            told[found == pb.BLOCK_STATUS_MISSING] = pb.IMPORT_STATUS_MISSING
+            if valid:
+                came = copy.positions[copy.done]
+                told[came] = pb.IMPORT_STATUS_IMPORTED
+                # One a ready block, whether it is copied or not.
+                is_done = np.isin(np.flatnonzero(found == pb.BLOCK_STATUS_READY), came)
+                self._contents_came[number] += [
+                    content.SerializeToString()
+                    for content, done in zip(answer.contents, is_done, strict=False)
+                    if done
+                ]
 
     def _seconds_left(self) -> float:
         left = self._ends_at - time.monotonic()
@@ -191,24 +250,27 @@ class Job:
 
     def _copies(
         self,
+        part: Part,
         opened: pb.OpenTransferResponse,
         peer_pool: types_pb2.PoolDescription,
         spans: Sequence[Sequence[Span]],
     ) -> list[Copy]:
         """One a group. FailedPrecondition when the peer answers what cannot be."""
         found = []
-        for (group, hashes, ids), answer in zip(self._groups, opened.groups, strict=False):
+        for (group, _, ids), (begin, end), answer in zip(
+            self._groups, part.ranges, opened.groups, strict=False
+        ):
             statuses = np.frombuffer(answer.statuses, np.uint8)
             sources = np.frombuffer(answer.block_ids, "<u4").astype(np.int64)
             positions = np.flatnonzero(statuses == pb.BLOCK_STATUS_READY)
             if (
                 answer.group != group
-                or not len(statuses) == len(sources) == len(hashes)
+                or not len(statuses) == len(sources) == end - begin
                 or group >= len(spans)
                 or (len(sources) and sources.max() >= peer_pool.num_blocks)
             ):
                 break
-            found.append((group, positions, sources, ids, statuses))
+            found.append((group, positions, sources, ids[begin:end], statuses))
         if len(found) != len(self._groups):
             raise kvcore.errors.FailedPrecondition(
                 "its answer does not fit what was asked for", reason="BAD_PEER", field="peer"
@@ -217,8 +279,8 @@ class Job:
         if self._takes and any(len(positions) for _, positions, *_ in found):
             taken = self._take(
                 {
-                    group: (statuses == pb.BLOCK_STATUS_READY).tobytes()
-                    for group, _, _, _, statuses in found
+                    group: (begin, (statuses == pb.BLOCK_STATUS_READY).tobytes())
+                    for (group, *_, statuses), (begin, _) in zip(found, part.ranges, strict=True)
                 }
             )
         copies = []
@@ -238,8 +300,8 @@ class Job:
             )
         return copies
 
-    def _take(self, ready: dict[int, bytes]) -> dict[int, list[int]]:
-        """Has the node take blocks for what is ready."""
+    def _take(self, ready: dict[int, tuple[int, bytes]]) -> dict[int, list[int]]:
+        """Has the node take blocks for what is ready, of each group from some hash on."""
         self._send(op="found", job=self._job, ready=ready)
         try:
             taken = self._given.get(timeout=self._seconds_left())
@@ -252,18 +314,22 @@ class Job:
     def _task(
         self,
         peer_pool: types_pb2.PoolDescription,
-        opened: pb.OpenTransferResponse,
+        lease: Lease,
         copies: Sequence[Copy],
     ) -> Task:
         def progress(num_blocks: int, num_bytes: int) -> None:
             self._send(
-                op="progress", job=self._job, blocks=num_blocks, bytes=num_bytes, path=self._path
+                op="progress",
+                job=self._job,
+                blocks=self._num_blocks + num_blocks,
+                bytes=self._num_bytes + num_bytes,
+                path=self._path,
             )
 
         return Task(
             self._peer,
             peer_pool,
-            opened,
+            lease,
             copies,
             file=self._importer.file,
             bucket=self._importer.bucket,
@@ -276,7 +342,7 @@ class Job:
     def _ways(
         self, task: Task
     ) -> Iterator[tuple[pb.TransferPath, Callable[[], bool], Callable[[], None]]]:
-        """The paths allowed, in order: whether both sides have it, and its copy."""
+        """The paths left, in order: whether both sides have it, and its copy."""
         importer, reach = self._importer, task.reach
         ways: dict[int, tuple[Callable[[], bool], Callable[[], None]]] = {
             MAPPING: (
@@ -289,96 +355,44 @@ class Job:
             ),
             GRPC: (lambda: bool(reach.data_address), lambda: stream.run(task)),
         }
-        for path in self._paths or BEST_FIRST:
-            if path in ways:
-                yield (path, *ways[path])
+        for path in list(self._paths):
+            yield (path, *ways[path])
 
-    def _try(
-        self, path: pb.TransferPath, run: Callable[[], None], task: Task
-    ) -> list[tuple[int, str]]:
-        """Copy by one path; why it did not do all, if so."""
+    def _try(self, path: pb.TransferPath, run: Callable[[], None], task: Task) -> None:
+        """Copy by one path. One that fails is not tried again."""
         self._path = path
         task.num_bad = 0
         try:
             run()
         except PathFailed as failed:
-            return [(path, str(failed))]
-        except (kvclient.errors.KVDepotError, kvcore.errors.KVDepotError) as error:
+            self._fail(path, str(failed))
+            self._paths.remove(path)
+        except _REFUSED as error:
             if self._stopped.is_set():
                 raise Stopped from None
-            return [(path, f"{error.reason}: {error.message}")]
-        if task.num_bad:
-            return [(path, f"CHECKSUM_MISMATCH: of {task.num_bad} blocks, other bytes came")]
-        return []
+            self._fail(path, f"{error.reason}: {error.message}")
+            self._paths.remove(path)
+        self._num_bad[path] += task.num_bad
 
-    def _report(
-        self,
-        task: Task,
-        opened: pb.OpenTransferResponse,
-        failures: Sequence[tuple[int, str]],
-        *,
-        valid: bool,
-    ) -> Message:
-        statuses: dict[int, bytes] = {}
-        contents: dict[int, list[bytes]] = {}
-        for copy, answer in zip(task.copies, opened.groups, strict=True):
-            told = np.full(len(answer.statuses), pb.IMPORT_STATUS_FAILED, np.uint8)
-            found = np.frombuffer(answer.statuses, np.uint8)
-            told[found == pb.BLOCK_STATUS_PENDING] = pb.IMPORT_STATUS_PENDING
-            told[found == pb.BLOCK_STATUS_MISSING] = pb.IMPORT_STATUS_MISSING
-            contents[copy.group] = []
-            if valid:
-                came = copy.positions[copy.done]
-                told[came] = pb.IMPORT_STATUS_IMPORTED
-                # One a ready block, whether it is copied or not.
-                is_done = np.isin(np.flatnonzero(found == pb.BLOCK_STATUS_READY), came)
-                contents[copy.group] = [
-                    content.SerializeToString()
-                    for content, done in zip(answer.contents, is_done, strict=False)
-                    if done
-                ]
-            statuses[copy.group] = told.tobytes()
+    def _report(self) -> Message:
+        for path, num_bad in self._num_bad.items():
+            if num_bad:
+                self._fail(path, f"CHECKSUM_MISMATCH: of {num_bad} blocks, other bytes came")
+        groups = [group for group, _, _ in self._groups]
         return {
-            "blocks": task.num_blocks if valid else 0,
-            "bytes": task.num_bytes if valid else 0,
+            "blocks": self._num_blocks,
+            "bytes": self._num_bytes,
             "path": self._path,
-            "statuses": statuses,
-            "contents": contents,
-            "failures": [list(failure) for failure in failures],
+            "statuses": {
+                group: statuses.tobytes()
+                for group, statuses in zip(groups, self._statuses, strict=True)
+            },
+            "contents": dict(zip(groups, self._contents_came, strict=True)),
+            "failures": [list(failure) for failure in self._failures],
         }
 
 
-class _Lease:
-    """Renews a transfer's lease for as long as it is entered."""
-
-    def __init__(
-        self, peer: Peer, opened: pb.OpenTransferResponse, task: Task, asked_at: float
-    ) -> None:
-        self._peer, self._task = peer, task
-        self._request = pb.RenewTransferRequest(transfer_id=opened.transfer_id)
-        self._ttl = opened.lease_ttl_seconds
-        self._lasts_until = asked_at + self._ttl
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._keep, daemon=True, name="kvdepot-lease")
-
-    def _keep(self) -> None:
-        while not self._over.wait(self._ttl / 3):
-            asked_at = time.monotonic()
-            try:
-                answer = self._peer.call("RenewTransfer", self._request, self._ttl / 3)
-                self._lasts_until = asked_at + answer.lease_ttl_seconds
-            except kvclient.errors.KVDepotError as error:
-                told = isinstance(
-                    error, kvclient.errors.NotFound | kvclient.errors.FailedPrecondition
-                )
-                if told or time.monotonic() > self._lasts_until:
-                    self._task.lose(
-                        f"{error.reason}: the lease could not be renewed: {error.message}"
-                    )
-                    return
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._over.set()
+def _close_unused(opening: Future[tuple[Part, Lease]]) -> None:
+    with suppress(Exception):
+        _, lease = opening.result()
+        lease.close(_CLOSE_SECONDS_MAX)

@@ -1,0 +1,69 @@
+"""What all imports of a process share."""
+
+from __future__ import annotations
+
+import threading
+
+from kvdepot.v1 import transfer_pb2 as pb
+from kvdepot.v1 import types_pb2
+from kvserver.mover import mapping
+from kvserver.mover.bucket import Bucket
+from kvserver.mover.channel import Message
+from kvserver.mover.nixl import ReadingAgent
+from kvserver.mover.pages import PoolFile, spans_of
+from kvserver.mover.parts import Part, parts_of
+from kvserver.mover.peer import Channels, Peer
+
+_DESCRIBED_MAX = 64
+# Of an answer, for each hash: its status and the block's id; and what is known of the block
+# beside its tokens, mostly: its own hash and the parent's.
+_ANSWER_BYTES, _CONTENT_BYTES = 5, 256
+
+
+class Importer:
+    """The pool that is filled, and what is known of peers."""
+
+    def __init__(self, start: Message) -> None:
+        self.pool = types_pb2.PoolDescription.FromString(start["pool"])
+        self.file = PoolFile(self.pool, writable=True)
+        self.spans = spans_of(self.pool)
+        self.bucket = Bucket(start["bandwidth_bytes"])
+        self.channels = Channels()
+        self.peer_files = mapping.PeerFiles()
+        self._part_blocks: int = start["part_blocks"]
+        self._part_bytes: int = start["part_bytes"]
+        self._described: dict[str, pb.DescribePoolResponse] = {}
+        self._devices: str = start["nixl_devices"]
+        self._agent: ReadingAgent | None = None
+        self._lock = threading.Lock()
+
+    def parts(self, num_hashes: dict[int, int], *, contents: bool) -> list[Part]:
+        """How an import of so many hashes, by group, is divided."""
+        pool, hash_bytes = self.pool, []
+        ranks = max(1, pool.decode_context_parallel_size * pool.prefill_context_parallel_size)
+        for group in num_hashes:
+            token_bytes = 4 * pool.groups[group].spec.block_size * ranks
+            hash_bytes.append(_ANSWER_BYTES + (_CONTENT_BYTES + token_bytes if contents else 0))
+        return parts_of(
+            list(num_hashes.values()),
+            hash_bytes,
+            max_blocks=self._part_blocks,
+            max_bytes=self._part_bytes,
+        )
+
+    def pool_of(self, peer: Peer, epoch: str, seconds: float) -> types_pb2.PoolDescription:
+        """The pool of a peer in this epoch of its; asked for once."""
+        described = self._described.get(peer.target)
+        if described is None or described.epoch != epoch:
+            described = peer.call("DescribePool", pb.DescribePoolRequest(), seconds)
+            if len(self._described) >= _DESCRIBED_MAX:
+                self._described.clear()
+            self._described[peer.target] = described
+        return described.pool
+
+    def agent(self) -> ReadingAgent:
+        """Made when first asked for."""
+        with self._lock:
+            if self._agent is None:
+                self._agent = ReadingAgent(self.file, self._devices)
+            return self._agent
