@@ -1,4 +1,7 @@
-"""Blocks from server to server, by every path, against the same bytes without kvdepot."""
+"""Blocks from server to server, by every path, against the same bytes without kvdepot.
+
+The source's blocks lie apart, in no order; what memcpy moves is one piece of the same memory.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,15 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from random import Random
 from statistics import median
-from time import perf_counter
+from time import perf_counter, sleep
 
 from benchmarks.pairs import Row, Samples, Settings, compare, percentile
 from benchmarks.workloads import BLOCK_SIZE, VOCABULARY
 from kvclient import Client
 from kvclient.imports import TransferPath
 from kvclient.replay.server import own_server
-from kvclient.values import SlotRequest, Step
+from kvclient.session import Session
+from kvclient.values import Content, Free, OperationKind, SlotRequest, Step
 from kvcore.hashing import ExtraKeys, make_scheme
 from kvserver.mover.child import MALLOC
 
@@ -33,7 +37,8 @@ SHAPES = {
 }
 LARGE, SMALL = SHAPES
 TOTAL_BYTES = 256 << 20
-NUM_STEPS = 400
+# Moved while Steps are measured: as often as it takes.
+BESIDE_STEPS_BYTES = 2 << 30
 MAPPING, NIXL, GRPC = TransferPath.MAPPING, TransferPath.NIXL, TransferPath.GRPC
 # Ours in seconds over theirs: 0.8 of memcpy is 1.25.
 MAPPING_TARGET, WIRE_TARGET, CHECKSUMS_TARGET, STEP_TARGET = 1.25, 1.11, 1.15, 1.25
@@ -50,6 +55,7 @@ class Pair:
         chain.extend(tokens, num_tokens)
         self.hashes: Sequence[bytes] = list(chain.hashes)
         with source.open_session() as session:
+            scatter(session, num_blocks)
             session.get_computed_blocks("r", tokens)
             session.allocate_slots(SlotRequest("r", num_new_tokens=num_tokens))
             session.cache_blocks("r", num_tokens)
@@ -69,6 +75,19 @@ class Pair:
         seconds = perf_counter() - began
         assert result.is_complete and not result.failures, result
         return seconds
+
+
+def scatter(session: Session, num_blocks: int) -> None:
+    """The blocks that are given next lie in no order, as in a pool that has been in use."""
+    stream = session.step_stream()
+    admissions = [
+        SlotRequest(str(number), Content([number]), lookup=True) for number in range(num_blocks)
+    ]
+    reply = stream.call(Step([(OperationKind.ADMIT, num_blocks)], admissions=admissions))
+    handles = [admission.handle for admission in reply.admissions]
+    Random(1).shuffle(handles)
+    stream.call(Step([(OperationKind.FREE, num_blocks)], free=Free(handles)))
+    stream.close()
 
 
 @contextmanager
@@ -157,6 +176,7 @@ def rows(settings: Settings) -> Iterator[Row]:
     os.environ |= NIXL_ENVIRONMENT
     num_bytes = max(16, int((TOTAL_BYTES >> 20) * settings.scale)) << 20
     shown = f"{num_bytes >> 20} MiB"
+    beside = num_bytes if settings.is_quick else BESIDE_STEPS_BYTES
     paths = [MAPPING, *([NIXL] if has_nixl() else []), GRPC]
     theirs = {
         MAPPING: ("memcpy", "memcpy", MAPPING_TARGET),
@@ -215,11 +235,13 @@ def rows(settings: Settings) -> Iterator[Row]:
             kind, name, _ = theirs[path]
             with bare(kind, num_bytes) as other:
                 yield from step_rows(
-                    f"bytes: StepStream while bytes go by {by(path)} (as many by {name})",
+                    f"bytes: StepStream while {beside >> 20} MiB go by {by(path)} "
+                    f"(as many by {name})",
                     blocks.source,
                     lambda path=path: blocks.run(path),
                     other.run,
                     settings,
+                    num_moves=beside // num_bytes,
                 )
         blocks.session.close()
         layers.session.close()
@@ -240,12 +262,12 @@ def step_rows(
     ours: Callable[[], float],
     theirs: Callable[[], float],
     settings: Settings,
+    num_moves: int,
 ) -> list[Row]:
     """Steps while either moves the same bytes at the same pace, that of the slower.
 
     At its own pace the faster would move more in the time of the Steps, and disturb more.
     """
-    num_steps = settings.samples(NUM_STEPS)
     seconds = []
     for move in (ours, theirs):
         for _ in range(4):
@@ -255,26 +277,23 @@ def step_rows(
     period = max(median(seconds[1:4]), median(seconds[5:]))
     return compare(
         [f"{name}, p50", f"{name}, p99"],
-        lambda: steps_while(client, num_steps, ours, period),
-        lambda: steps_while(client, num_steps, theirs, period),
+        lambda: steps_while(client, num_moves, ours, period),
+        lambda: steps_while(client, num_moves, theirs, period),
         settings,
         target=STEP_TARGET,
     )
 
 
 def steps_while(
-    client: Client, num_steps: int, move: Callable[[], float], period: float
+    client: Client, num_moves: int, move: Callable[[], float], period: float
 ) -> list[Samples]:
     """Empty Steps of one session while bytes move once a period: their seconds, and their p99."""
-    over = threading.Event()
-    moves = []
 
     def keep_moving() -> None:
-        while not over.is_set():
+        for _ in range(num_moves):
             began = perf_counter()
             move()
-            moves.append(perf_counter() - began)
-            over.wait(max(0.0, began + period - perf_counter()))
+            sleep(max(0.0, began + period - perf_counter()))
 
     moving = threading.Thread(target=keep_moving)
     samples = []
@@ -282,14 +301,13 @@ def steps_while(
         stream = session.step_stream()
         moving.start()
         try:
-            for _ in range(num_steps):
+            while moving.is_alive():
                 began = perf_counter()
                 stream.call(Step(runs=[]))
                 samples.append(perf_counter() - began)
-                over.wait(0.001)
+                sleep(0.001)
         finally:
-            over.set()
             moving.join()
             stream.close()
-    print(f"  {len(moves)} moves in {num_steps} Steps", file=sys.stderr)
+    print(f"  {num_moves} moves in {len(samples)} Steps", file=sys.stderr)
     return [samples, [percentile(samples, 0.99)]]

@@ -255,6 +255,8 @@ class Imports:
         needs_parents = isinstance(spec, FullAttentionSpec)
         index = pool.indexes[group.group]
         registered: list[tuple[KVCacheBlock, ImportedContent]] = []
+        generation, num_token_bytes = self._depot.generation, block_size * TOKEN_BYTES
+        last_hash: bytes | None = None  # registered here, and so ready
         for position, block_hash in enumerate(group.hashes):
             status = group.statuses[position]
             if status is not _IMPORTED and status is not _PRESENT:
@@ -268,24 +270,26 @@ class Imports:
             content = came[position].content
             if (
                 content is None
-                or len(content.tokens) != block_size * TOKEN_BYTES
-                or found.generation != self._depot.generation
+                or len(content.tokens) != num_token_bytes
+                or found.generation != generation
             ):
                 group.statuses[position] = _FAILED
             elif (
                 needs_parents
                 and content.parent_hash is not None
+                and content.parent_hash != last_hash
                 and self._ready(group.group, content.parent_hash) is None
             ):
                 group.statuses[position] = _NOT_ATTEMPTED
             elif self._ready(group.group, block_hash) is not None:
                 group.statuses[position] = _PRESENT  # another has brought it meanwhile
             else:
-                block.block_hash = block_hash
+                block.block_hash = last_hash = block_hash
                 block.group = group.group
-                extra = ExtraKeys(lora_name=content.lora_name, cache_salt=content.cache_salt)
-                if not extra.is_empty:
-                    pool.extras[block.block_id] = extra
+                if content.lora_name is not None or content.cache_salt is not None:
+                    pool.extras[block.block_id] = ExtraKeys(
+                        lora_name=content.lora_name, cache_salt=content.cache_salt
+                    )
                 index.insert(block_hash, block)
                 registered.append((block, content))
         if pool.publish_events:

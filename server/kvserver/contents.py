@@ -80,17 +80,17 @@ def too_many_contents(num_blocks: int, maximum: int) -> ResourceExhausted:
 def imported_content(message: pb.BlockContent, block_hash: bytes) -> ImportedContent | None:
     """What a peer says of a block; None if it is of another one, or nothing."""
     stored = message.stored
-    has = stored.HasField
-    if list(stored.block_hashes) != [block_hash]:
+    hashes = stored.block_hashes
+    if len(hashes) != 1 or hashes[0] != block_hash:
         return None
     keys = stored.extra_keys[0].keys if stored.extra_keys else ()
     return ImportedContent(
-        parent_hash=stored.parent_block_hash if has("parent_block_hash") else None,
-        tokens=stored.token_ids,
-        extra_keys=tuple(map(_extra_key, keys)) or None,
-        lora_id=stored.lora_id if has("lora_id") else None,
-        lora_name=stored.lora_name if has("lora_name") else None,
-        cache_salt=message.cache_salt if message.HasField("cache_salt") else None,
+        stored.parent_block_hash or None,
+        stored.token_ids,
+        tuple(map(_extra_key, keys)) or None if keys else None,
+        stored.lora_id if stored.HasField("lora_id") else None,
+        stored.lora_name or None,
+        message.cache_salt or None,
     )
 
 

@@ -41,10 +41,11 @@ FAILURE_REASONS = frozenset(
 )
 # What an import that is over its deadline gets beyond what the data plane allows it.
 _SLACK_SECONDS = 10.0
-_FROM_THE_PEER: dict[int, ImportStatus] = {
-    pb.IMPORT_STATUS_IMPORTED: ImportStatus.IMPORTED,
-    pb.IMPORT_STATUS_PENDING: ImportStatus.PENDING,
-    pb.IMPORT_STATUS_MISSING: ImportStatus.MISSING,
+_FAILED = Filled(ImportStatus.FAILED)
+_FROM_THE_PEER: dict[int, Filled] = {
+    pb.IMPORT_STATUS_IMPORTED: Filled(ImportStatus.IMPORTED),
+    pb.IMPORT_STATUS_PENDING: Filled(ImportStatus.PENDING),
+    pb.IMPORT_STATUS_MISSING: Filled(ImportStatus.MISSING),
 }
 
 
@@ -307,17 +308,15 @@ def _filled(job: ImportJob, report: ImportReport | None) -> Mapping[int, Sequenc
         return None
     filled: dict[int, Sequence[Filled]] = {}
     for group in job.groups:
-        statuses = report.statuses.get(group.group, b"")
+        told = report.statuses.get(group.group, b"").ljust(len(group.hashes), b"\0")
         contents = iter(report.contents.get(group.group, ()))
         entries = []
-        for position, block_hash in enumerate(group.hashes):
-            status = ImportStatus.FAILED
-            if position < len(statuses):
-                status = _FROM_THE_PEER.get(statuses[position], ImportStatus.FAILED)
-            content = None
-            if status is ImportStatus.IMPORTED and job.contents:
+        for status, block_hash in zip(told, group.hashes, strict=False):
+            if status == pb.IMPORT_STATUS_IMPORTED and job.contents:
                 content = imported_content(next(contents, pb.BlockContent()), block_hash)
-            entries.append(Filled(status, content))
+                entries.append(Filled(ImportStatus.IMPORTED, content))
+            else:
+                entries.append(_FROM_THE_PEER.get(status, _FAILED))
         filled[group.group] = entries
     return filled
 

@@ -16,7 +16,7 @@ from kvcore.import_job import Ready
 from kvdepot.v1 import transfer_pb2 as pb
 from kvserver.data_plane import ImportJob, ImportProgress, ImportReport
 from kvserver.mover.channel import Message
-from kvserver.mover.child import Child
+from kvserver.mover.child import COPYING, Child
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ class Imports:
                 or self._process.killed_for is not None
                 or (self._process.gone.is_set())
             ):
-                child = await Child.spawn(MODULE)
+                child = await Child.spawn(MODULE, COPYING)
                 child.send(**self._start)
                 self._process = _Process(child)
             return self._process
@@ -213,8 +213,8 @@ def _report(message: Message) -> ImportReport:
         path=message["path"],
         statuses=message["statuses"],
         contents={
-            group: [pb.BlockContent.FromString(content) for content in contents]
-            for group, contents in message["contents"].items()
+            group: pb.GroupBlocks.FromString(told).contents
+            for group, told in message["contents"].items()
         },
         failures=[pb.PathFailure(path=path, reason=reason) for path, reason in message["failures"]],
     )

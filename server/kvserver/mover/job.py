@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from itertools import compress
 from queue import Empty, SimpleQueue
 
 import numpy as np
@@ -77,7 +78,7 @@ class Job:
         self._statuses = [
             np.full(len(hashes), pb.IMPORT_STATUS_FAILED, np.uint8) for _, hashes, _ in self._groups
         ]
-        self._contents_came: list[list[bytes]] = [[] for _ in self._groups]
+        self._contents_came = [pb.GroupBlocks() for _ in self._groups]
         self._num_blocks = self._num_bytes = self._num_parts = 0
         # By path and why, each once.
         self._failures: dict[tuple[int, str], None] = {}
@@ -228,11 +229,11 @@ class Job:
                 told[came] = pb.IMPORT_STATUS_IMPORTED
                 # One a ready block, whether it is copied or not.
                 is_done = np.isin(np.flatnonzero(found == pb.BLOCK_STATUS_READY), came)
-                self._contents_came[number] += [
-                    content.SerializeToString()
-                    for content, done in zip(answer.contents, is_done, strict=False)
-                    if done
-                ]
+                contents = self._contents_came[number].contents
+                if is_done.all():
+                    contents.MergeFrom(answer.contents)
+                else:
+                    contents.extend(compress(answer.contents, is_done))
 
     def _seconds_left(self) -> float:
         left = self._ends_at - time.monotonic()
@@ -387,7 +388,10 @@ class Job:
                 group: statuses.tobytes()
                 for group, statuses in zip(groups, self._statuses, strict=True)
             },
-            "contents": dict(zip(groups, self._contents_came, strict=True)),
+            "contents": {
+                group: came.SerializeToString()
+                for group, came in zip(groups, self._contents_came, strict=True)
+            },
             "failures": [list(failure) for failure in self._failures],
         }
 

@@ -24,7 +24,9 @@ HASHED_BATCH_BYTES = 2 << 20
 # Rows at least so long are copied one by one; shorter ones by way of a buffer, many at once.
 _LONG_ROW_BYTES = 32 << 10
 _BUFFER_BYTES = 512 << 10
-_KEPT_SECONDS = 5.0
+_KEPT_SECONDS = 60.0
+# Between two looks whether a peer whose file is kept has ended.
+_LOOK_SECONDS = 5.0
 
 
 def offered(task: Task) -> bool:
@@ -82,13 +84,14 @@ def copy_rows(source: Any, sources: Any, destination: Any, destinations: Any) ->
 class PeerFiles:
     """Mappings of peers' files, kept for a while: the first touch of each page costs most.
 
-    Not for long, as the memory of a peer that is gone is free only when nobody maps it.
+    Not of a peer that has ended, as its memory is free only when nobody maps it.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: dict[str, tuple[PoolFile, float]] = {}
         self._users: Counter[str] = Counter()
+        self._looking: threading.Thread | None = None
 
     @contextlib.contextmanager
     def mapped(self, pool: types_pb2.PoolDescription) -> Iterator[PoolFile]:
@@ -103,27 +106,34 @@ class PeerFiles:
                     file = PoolFile(pool, writable=False)
                 except OSError as error:
                     raise PathFailed(f"{path}: {error.strerror}") from None
-            self._kept[path] = (file, 0.0)
+            self._kept[path] = (file, time.monotonic())
             self._users[path] += 1
+            if self._looking is None:
+                self._looking = threading.Thread(target=self._look, daemon=True, name="kvdepot-old")
+                self._looking.start()
         try:
             _require_living(file)
             yield file
         finally:
             with self._lock:
                 self._users[path] -= 1
-                self._kept[path] = (file, time.monotonic())
-            timer = threading.Timer(_KEPT_SECONDS, self._drop_old)
-            timer.daemon = True
-            timer.start()
+                if path in self._kept:
+                    self._kept[path] = (self._kept[path][0], time.monotonic())
 
-    def _drop_old(self) -> None:
-        old = time.monotonic() - 0.9 * _KEPT_SECONDS
-        with self._lock:
-            for path, (file, used_at) in list(self._kept.items()):
-                if not self._users[path] and used_at < old:
-                    del self._kept[path], self._users[path]
-                    with contextlib.suppress(BufferError):  # unmapped when its last array goes
-                        file.close()
+    def _look(self) -> None:
+        """Drop what is old, until nothing is kept."""
+        while True:
+            time.sleep(_LOOK_SECONDS)
+            old = time.monotonic() - _KEPT_SECONDS
+            with self._lock:
+                for path, (file, used_at) in list(self._kept.items()):
+                    if not self._users[path] and (used_at < old or not _is_kept(file)):
+                        del self._kept[path], self._users[path]
+                        with contextlib.suppress(BufferError):  # unmapped when its last array goes
+                            file.close()
+                if not self._kept:
+                    self._looking = None
+                    return
 
 
 def _require_living(file: PoolFile) -> None:
@@ -133,8 +143,15 @@ def _require_living(file: PoolFile) -> None:
     """
     if not stat.S_ISREG(file.status().st_mode):
         raise PathFailed(f"{file.path} is no file")
+    if not _is_kept(file):
+        raise PathFailed(f"nobody keeps {file.path}: its server is gone, or on another host")
+
+
+def _is_kept(file: PoolFile) -> bool:
+    """Whether its server holds its lock."""
     try:
         fcntl.flock(file.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
-        return
-    raise PathFailed(f"nobody keeps {file.path}: its server is gone, or on another host")
+        return True
+    fcntl.flock(file.fd, fcntl.LOCK_UN)
+    return False
