@@ -168,7 +168,8 @@ class Imports:
     def listed(self) -> list[ListedTransfer]:
         """Every one that runs, oldest first."""
         now = time.monotonic()
-        groups = self._node.depot.config.kv_cache.groups
+        config = self._node.depot.config
+        group_bytes = [config.num_ranks * group.block_bytes for group in config.kv_cache.groups]
         return [
             ListedTransfer(
                 running.found.import_id[:ID_SHOWN],
@@ -178,8 +179,7 @@ class Imports:
                 lease_remaining_seconds=max(0.0, running.began_at + running.deadline_seconds - now),
                 num_blocks=sum(len(group.running) for group in running.found.groups),
                 num_bytes=sum(
-                    groups[group.group].block_bytes * len(group.running)
-                    for group in running.found.groups
+                    group_bytes[group.group] * len(group.running) for group in running.found.groups
                 ),
                 num_blocks_done=running.progress.num_blocks,
                 num_bytes_done=running.progress.num_bytes,

@@ -312,12 +312,14 @@ class Node:
         return 0 if self.data_plane is None else self.data_plane.pulled_bytes
 
     def require_data_plane(self) -> DataPlane:
-        """What moves bytes. FailedPrecondition if there are none, or they lie on CUDA devices."""
+        """What moves bytes. FailedPrecondition if there are none, or it could not be started."""
         if self.data_plane is None:
             if self.memory is None:
                 raise FailedPrecondition("the server keeps no bytes", reason="NO_MEMORY")
             raise FailedPrecondition(
-                "the bytes of CUDA devices are not moved between servers", reason="NO_DATA_PLANE"
+                "the process that moves bytes between servers could not be started: the server's "
+                "log says why",
+                reason="NO_DATA_PLANE",
             )
         return self.data_plane
 

@@ -17,7 +17,7 @@ import grpc
 import uvloop
 
 from kvcore.depot import Depot
-from kvcore.errors import KVDepotError, ResourceExhausted
+from kvcore.errors import KVDepotError, ResourceExhausted, Unavailable
 from kvcore.memory import FileMemory, PoolMemory, remove_abandoned
 from kvcore.spec import DepotConfig, why_never_hit
 from kvserver import admin, cache, event, headroom, health, reflect, sockets, transfer
@@ -67,8 +67,7 @@ class Server:
             poison = memory.poison if config.poison and memory is not None else None
             depot = Depot(depot_config, poison=poison)
             data_plane = None
-            # The bytes of CUDA devices are not moved yet.
-            if memory is not None and memory.path:
+            if memory is not None:
                 data_plane = make_data_plane(config, memory)
         except BaseException:
             if memory is not None:
@@ -169,7 +168,16 @@ class Server:
             self._bind(f"unix:{config.uds}", "--uds")
             Path(config.uds).chmod(0o660)
         if node.data_plane is not None:
-            await node.data_plane.start()
+            try:
+                await node.data_plane.start()
+            except Unavailable as error:
+                assert node.memory is not None
+                if node.memory.path:
+                    raise
+                # Schedulers and workers do without.
+                logger.error("no bytes are moved between servers: %s", error.message)
+                await node.data_plane.close()
+                node.data_plane = None
         await self._grpc.start()
         if node.memory is not None:
             _tell_where(config, node.memory)

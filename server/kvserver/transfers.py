@@ -122,7 +122,8 @@ class Transfers:
         """Every open one, oldest first."""
         now = time.monotonic()
         depot = self._node.depot
-        group_bytes = [group.block_bytes for group in depot.config.kv_cache.groups]
+        num_ranks = depot.config.num_ranks
+        group_bytes = [num_ranks * group.block_bytes for group in depot.config.kv_cache.groups]
         return [
             ListedTransfer(
                 transfer_id[:ID_SHOWN],

@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 
 from kvclient import Client
-from kvclient.errors import FailedPrecondition
+from kvclient.events import BlockStored
+from kvclient.imports import TransferPath
 from kvclient.pool import map_pool
 from kvclient.values import Content, SlotRequest
 
@@ -109,9 +110,7 @@ def _write_elsewhere(target: str, rank: int, block_id: int) -> None:
         ),
     ],
 )
-def test_another_process_writes_and_peers_are_refused(
-    tmp_path: Path, layout: str, num_ranks: int
-) -> None:
+def test_another_process_writes_and_peers_pull(tmp_path: Path, layout: str, num_ranks: int) -> None:
     device = "cuda:" + ",".join(map(str, range(num_ranks)))
     shape = ("--num-layers", "2", "--num-kv-heads", "1", "--head-size", "16")
     options = (*shape, "--dtype", "bfloat16", "--block-size", "4", "--num-blocks", "9")
@@ -137,11 +136,76 @@ def test_another_process_writes_and_peers_are_refused(
                     assert bool((view[block_id] == 10 * rank + number + 1).all())
                     assert not view[block_id - 1].any()
                 del view
-        # ... and peers are told that they cannot.
-        with pytest.raises(FailedPrecondition) as caught:
-            list(client.pull_blocks([bytes(32)]))
-        assert caught.value.reason == "NO_DATA_PLANE"
+        # ... and so does a peer: of each rank its layers' pages.
+        (block,) = client.pull_blocks(_hashes(client))
+        page = len(block.data) // (2 * num_ranks)
+        elements = torch.frombuffer(bytearray(block.data), dtype=torch.bfloat16)
+        pages = elements.view(num_ranks, 2, page // 2)
+        for rank in range(num_ranks):
+            for number in (0, 1):
+                assert bool((pages[rank, number] == 10 * rank + number + 1).all())
     assert f"bytes on each of {device[:6]}" in log.read_text()
+
+
+def _hashes(client: Client) -> list[bytes]:
+    """What a server caches."""
+    with client.stream_events(snapshot=True) as batches:
+        return [
+            block_hash
+            for event in next(batches).events
+            if isinstance(event, BlockStored)
+            for block_hash in event.block_hashes
+        ]
+
+
+@pytest.mark.parametrize("path", [TransferPath.MAPPING, TransferPath.GRPC])
+@pytest.mark.parametrize(
+    ("source_device", "device"),
+    [
+        ("cuda:0", "cuda:0"),
+        ("cuda:0", "cpu"),
+        ("cpu", "cuda:0"),
+        pytest.param(
+            *("cuda:0", "cuda:1"),
+            marks=pytest.mark.skipif(NUM_DEVICES < 2, reason="there is one CUDA device only"),
+        ),
+    ],
+)
+def test_bytes_move_between_servers(
+    tmp_path: Path, source_device: str, device: str, path: TransferPath
+) -> None:
+    shape = ("--num-layers", "2", "--num-kv-heads", "2", "--head-size", "64")
+    options = (*shape, "--dtype", "bfloat16", "--block-size", "16", "--num-blocks", "129")
+    tokens = range(16 * 100 + 1)
+    with (
+        _serving("--device", source_device, *options, log=tmp_path / "source") as source_target,
+        _serving("--device", device, "--layout", "layer", *options, log=tmp_path / "log") as target,
+        Client(source_target, timeout_s=TIMEOUT_S) as source,
+        Client(target, timeout_s=TIMEOUT_S) as client,
+        source.open_session() as prefill,
+        client.open_session() as decode,
+    ):
+        slots = prefill.allocate_slots(SlotRequest("a", Content(tokens), lookup=True))
+        theirs = map_pool(prefill.pool)
+        generator = torch.Generator(device=theirs.device).manual_seed(1)
+        for name in theirs.layer_names:
+            theirs.layer(name).normal_(generator=generator)
+        if theirs.device != "cpu":
+            torch.cuda.synchronize()
+        prefill.cache_blocks("a", len(tokens))
+        result = client.import_blocks(
+            _hashes(source), source_target, paths=[path], checksums=True, deadline_s=60.0
+        ).result()
+        if path is TransferPath.MAPPING and "cpu" in (source_device, device):
+            assert not result.num_blocks  # a file and a device have no such path
+            return
+        assert result.is_complete and not result.failures
+        hit = decode.get_computed_blocks("b", list(tokens))
+        assert hit.num_computed_tokens == 1600
+        ours = map_pool(decode.pool)
+        for name in ours.layer_names:
+            expected = theirs.layer(name)[slots.new_blocks[0][:100]].cpu()
+            assert bool((ours.layer(name)[hit.blocks[0]].cpu() == expected).all())
 
 
 @pytest.mark.parametrize("layout", ["block", "layer"])

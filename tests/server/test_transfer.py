@@ -9,6 +9,9 @@ from typing import Any
 import grpc
 import pytest
 
+from fake_data_plane import FakeDataPlane
+from kvcore.errors import Unavailable
+from kvcore.memory import PoolMemory
 from kvdepot.v1 import admin_pb2, cache_pb2, transfer_pb2
 from manual_clock import ManualClock
 from serving import (
@@ -384,3 +387,32 @@ def test_a_server_that_stops_ends_the_transfers_that_are_left(serve: Serve) -> N
     assert data_plane.opened == {}
     assert not data_plane.is_running
     assert served.server.node.depot.audit() == []
+
+
+class NoDataPlane(FakeDataPlane):
+    """Its process does not start."""
+
+    async def start(self) -> None:
+        """As DataPlane's."""
+        raise Unavailable("it does not start", reason="NO_DATA_PLANE")
+
+
+def test_a_pool_on_devices_does_without_what_moves_its_bytes(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PoolMemory, "path", property(lambda memory: ""))
+    served = serve(make_data_plane=NoDataPlane)
+    scheduler = served.open()
+    scheduler.admit("a", PROMPT)
+    scheduler.cache("a", 10)
+    assert scheduler.lookup("b", PROMPT).num_computed_tokens == 8
+    request = transfer_pb2.OpenTransferRequest(groups=[transfer_pb2.GroupHashes()])
+    detail = refused(
+        lambda: served.transfer.OpenTransfer(request, timeout=TIMEOUT_SECONDS), FAILED_PRECONDITION
+    )
+    assert detail.reason == "NO_DATA_PLANE"
+
+
+def test_a_pool_in_a_file_does_not(serve: Serve) -> None:
+    with pytest.raises(Unavailable):
+        serve(make_data_plane=NoDataPlane)

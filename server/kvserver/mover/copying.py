@@ -15,8 +15,9 @@ from kvdepot.v1 import transfer_pb2 as pb
 from kvdepot.v1 import types_pb2
 from kvserver.mover.bucket import Bucket
 from kvserver.mover.lease import Lease
-from kvserver.mover.pages import PoolFile, Span, block_bytes, checksum
+from kvserver.mover.pages import Span
 from kvserver.mover.peer import Peer
+from kvserver.mover.store import Store
 
 _PROGRESS_SECONDS = 0.25
 
@@ -48,11 +49,7 @@ class Copy:
     done: Any
     source: Sequence[Span]
     destination: Sequence[Span]
-
-    @property
-    def block_bytes(self) -> int:
-        """Of each block."""
-        return block_bytes(self.destination)
+    block_bytes: int
 
     def left(self) -> Any:
         """Which blocks are not done."""
@@ -69,7 +66,7 @@ class Task:
         lease: Lease,
         copies: Sequence[Copy],
         *,
-        file: PoolFile,
+        store: Store,
         bucket: Bucket,
         checksums: bool,
         until: float,
@@ -81,7 +78,7 @@ class Task:
         self.transfer_id = lease.opened.transfer_id
         self.reach = lease.opened.reach
         self.copies = copies
-        self.file = file
+        self.store = store
         self.checksums = checksums
         self.num_blocks = self.num_bytes = self.num_bad = 0
         self.until = until
@@ -137,12 +134,10 @@ class Task:
             if len(expected) < len(batch):
                 raise PathFailed("BAD_PEER: it sent too few checksums")
             ids = copy.destination_ids[batch].tolist()
-            pages = self.file.pages
-            right = [
-                checksum(pages(copy.destination, block_id)) == value
-                for block_id, value in zip(ids, expected, strict=True)
-            ]
-            good = batch[np.array(right, bool)]
+            right = np.array(self.store.checksums(copy.group, ids), np.uint64) == np.array(
+                expected, np.uint64
+            )
+            good = batch[right]
             if batch[-1] == len(copy.done) - 1:
                 next(sums, None)  # the stream's own end, before the transfer is closed
         self.finished(copy, good, len(batch) - len(good))

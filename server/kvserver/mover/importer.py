@@ -10,9 +10,10 @@ from kvserver.mover import mapping
 from kvserver.mover.bucket import Bucket
 from kvserver.mover.channel import Message
 from kvserver.mover.nixl import ReadingAgent
-from kvserver.mover.pages import PoolFile, spans_of
+from kvserver.mover.pages import PoolFile
 from kvserver.mover.parts import Part, parts_of
 from kvserver.mover.peer import Channels, Peer
+from kvserver.mover.store import Store
 
 _DESCRIBED_MAX = 64
 # Of an answer, for each hash: its status and the block's id; and what is known of the block
@@ -23,10 +24,9 @@ _ANSWER_BYTES, _CONTENT_BYTES = 5, 256
 class Importer:
     """The pool that is filled, and what is known of peers."""
 
-    def __init__(self, start: Message) -> None:
-        self.pool = types_pb2.PoolDescription.FromString(start["pool"])
-        self.file = PoolFile(self.pool, writable=True)
-        self.spans = spans_of(self.pool)
+    def __init__(self, start: Message, pool: types_pb2.PoolDescription, store: Store) -> None:
+        self.pool = pool
+        self.store = store
         self.bucket = Bucket(start["bandwidth_bytes"])
         self.channels = Channels()
         self.peer_files = mapping.PeerFiles()
@@ -61,9 +61,9 @@ class Importer:
             self._described[peer.target] = described
         return described.pool
 
-    def agent(self) -> ReadingAgent:
-        """Made when first asked for."""
+    def agent(self) -> ReadingAgent | None:
+        """Made when first asked for; None for a pool on devices."""
         with self._lock:
-            if self._agent is None:
-                self._agent = ReadingAgent(self.file, self._devices)
+            if self._agent is None and isinstance(self.store, PoolFile):
+                self._agent = ReadingAgent(self.store, self._devices)
             return self._agent

@@ -1,4 +1,4 @@
-"""``python -m kvserver.mover.importing FD``: pulls blocks from peers into the pool's file."""
+"""``python -m kvserver.mover.importing FD``: pulls blocks from peers into the pool's bytes."""
 
 from __future__ import annotations
 
@@ -6,17 +6,23 @@ import logging
 import sys
 import threading
 
+from kvdepot.v1 import types_pb2
 from kvserver.mover.channel import Channel
 from kvserver.mover.importer import Importer
 from kvserver.mover.job import Job
+from kvserver.mover.pages import PoolFile
+from kvserver.mover.store import open_store
 
 
 def main() -> None:
     """Run imports until the node is gone."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     channel = Channel(int(sys.argv[1]))
-    importer = Importer(channel.receive())
-    threading.Thread(target=importer.file.touch, daemon=True, name="kvdepot-touch").start()
+    start = channel.receive()
+    pool = types_pb2.PoolDescription.FromString(start["pool"])
+    importer = Importer(start, pool, store := open_store(pool))
+    if isinstance(store, PoolFile):
+        threading.Thread(target=store.touch, daemon=True, name="kvdepot-touch").start()
     channel.send(op="ready")
     jobs: dict[int, Job] = {}
     while True:

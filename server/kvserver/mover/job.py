@@ -296,7 +296,8 @@ class Job:
                     destinations[positions],
                     np.zeros(len(positions), bool),
                     spans[group],
-                    self._importer.spans[group],
+                    self._importer.store.spans[group],
+                    self._importer.store.block_bytes[group],
                 )
             )
         return copies
@@ -332,7 +333,7 @@ class Job:
             peer_pool,
             lease,
             copies,
-            file=self._importer.file,
+            store=self._importer.store,
             bucket=self._importer.bucket,
             checksums=self._checksums,
             until=self._copy_until,
@@ -351,13 +352,17 @@ class Job:
                 lambda: mapping.run(task, importer.peer_files),
             ),
             NIXL: (
-                lambda: bool(reach.nixl_agent and reach.nixl_regions and importer.agent().offered),
+                lambda: bool(reach.nixl_agent and reach.nixl_regions and self._agent_offered()),
                 lambda: reading.run(task, importer.agent()),
             ),
             GRPC: (lambda: bool(reach.data_address), lambda: stream.run(task)),
         }
         for path in list(self._paths):
             yield (path, *ways[path])
+
+    def _agent_offered(self) -> bool:
+        agent = self._importer.agent()
+        return agent is not None and agent.offered
 
     def _try(self, path: pb.TransferPath, run: Callable[[], None], task: Task) -> None:
         """Copy by one path. One that fails is not tried again."""

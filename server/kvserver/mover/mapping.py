@@ -1,4 +1,4 @@
-"""Both servers on one host: the peer's file is mapped, and copied from."""
+"""Both servers on one host: the peer's bytes are mapped, and copied from."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from kvdepot.v1 import types_pb2
 from kvserver.mover.copying import PathFailed, Task
+from kvserver.mover.devices import PoolDevices, on_devices, open_devices
 from kvserver.mover.host import host_id
 from kvserver.mover.pages import PoolFile, file_of, pieces_of
 
@@ -30,20 +31,24 @@ _LOOK_SECONDS = 5.0
 
 
 def offered(task: Task) -> bool:
-    """Whether the peer is on this host."""
-    host = host_id()
-    return bool(host and task.reach.host_id == host and file_of(task.peer_pool) is not None)
+    """Whether the peer is on this host, and has its bytes where we have ours."""
+    host, pool = host_id(), task.peer_pool
+    if not host or task.reach.host_id != host:
+        return False
+    return on_devices(pool) if isinstance(task.store, PoolDevices) else file_of(pool) is not None
 
 
 def run(task: Task, files: PeerFiles) -> None:
-    """Copy what is left. PathFailed when the file cannot be had, or is another's."""
+    """Copy what is left. PathFailed when the bytes cannot be had, or are another's."""
+    if isinstance(task.store, PoolDevices):
+        _copy_on_devices(task, task.store)
+        return
+    assert isinstance(task.store, PoolFile)
+    ours = task.store
     with files.mapped(task.peer_pool) as file:
         for copy in task.copies:
             arrays = [
-                (
-                    file.array(piece.source, piece.dtype),
-                    task.file.array(piece.destination, piece.dtype),
-                )
+                (file.array(piece.source, piece.dtype), ours.array(piece.destination, piece.dtype))
                 for piece in pieces_of(copy.source, copy.destination)
             ]
             if not len(copy.left()):
@@ -53,11 +58,26 @@ def run(task: Task, files: PeerFiles) -> None:
             batch_bytes = BATCH_BYTES if sums is None else HASHED_BATCH_BYTES
             for batch in task.batches(copy, batch_bytes):
                 file.check()
-                task.file.check()
+                ours.check()
                 sources, destinations = copy.source_ids[batch], copy.destination_ids[batch]
                 for source, destination in arrays:
                     copy_rows(source, sources, destination, destinations)
                 task.arrived(copy, batch, sums)
+
+
+def _copy_on_devices(task: Task, ours: PoolDevices) -> None:
+    """The peer's devices are mapped by CUDA IPC for as long as this takes."""
+    if len(task.peer_pool.mappings) != ours.num_ranks:
+        raise PathFailed("the peer's pool has another number of ranks than ours")
+    theirs = PoolDevices(task.peer_pool, open_devices(task.peer_pool))
+    for copy in task.copies:
+        if not len(copy.left()):
+            continue
+        sums = task.sums(copy)
+        for batch in task.batches(copy, BATCH_BYTES):
+            sources, destinations = copy.source_ids[batch], copy.destination_ids[batch]
+            ours.copy_from(theirs, copy.group, sources.tolist(), destinations.tolist())
+            task.arrived(copy, batch, sums)
 
 
 def copy_rows(source: Any, sources: Any, destination: Any, destinations: Any) -> None:

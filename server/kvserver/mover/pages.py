@@ -115,6 +115,8 @@ class PoolFile:
         self.path = mapping.file.path
         self.nbytes = mapping.num_bytes
         self.num_blocks = pool.num_blocks
+        self.spans = spans_of(pool)
+        self.block_bytes = [block_bytes(spans) for spans in self.spans]
         flags = os.O_RDWR if writable else os.O_RDONLY
         self.fd = os.open(self.path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -168,14 +170,27 @@ class PoolFile:
             strides=(span.stride, width),
         )
 
-    def pages(self, spans: Sequence[Span], block_id: int) -> list[memoryview]:
-        """Those of one block, without a copy."""
-        view = self.view
-        found = []
-        for span in spans:
-            begin = span.offset + block_id * span.stride
-            found.append(view[begin : begin + span.nbytes])
+    def blocks(self, group: int, block_ids: Sequence[int]) -> list[list[memoryview]]:
+        """As Store's, without a copy."""
+        view, found = self.view, []
+        for block_id in block_ids:
+            begins = [(span.offset + block_id * span.stride, span) for span in self.spans[group]]
+            found.append([view[begin : begin + span.nbytes] for begin, span in begins])
         return found
+
+    def checksums(self, group: int, block_ids: Sequence[int]) -> list[int]:
+        """As Store's."""
+        return [checksum(pages) for pages in self.blocks(group, block_ids)]
+
+    def write(self, group: int, block_ids: Sequence[int], data: Sequence[memoryview]) -> None:
+        """As Store's."""
+        view, spans = self.view, self.spans[group]
+        for block_id, block in zip(block_ids, data, strict=True):
+            begin = 0
+            for span in spans:
+                at = span.offset + block_id * span.stride
+                view[at : at + span.nbytes] = block[begin : begin + span.nbytes]
+                begin += span.nbytes
 
     def close(self) -> None:
         """Unmap; nothing made of it may be in use."""

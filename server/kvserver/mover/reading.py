@@ -22,11 +22,12 @@ _POLLS = 64
 _SETTLE_SECONDS = 0.5
 
 
-def run(task: Task, agent: ReadingAgent) -> None:
+def run(task: Task, agent: ReadingAgent | None) -> None:
     """Read what is left. Stuck when reads are in flight that do not end.
 
     A read that was let go of still lands: so nothing is let go of.
     """
+    assert agent is not None  # it was offered
     region, mapping = task.reach.nixl_regions[0], file_of(task.peer_pool)
     if region.kind != "DRAM" or mapping is None or region.nbytes < mapping.num_bytes:
         raise PathFailed("the peer's memory is not of a kind that is read here")
@@ -58,7 +59,7 @@ def _read(task: Task, copy: Copy, agent: ReadingAgent, name: str, address: int) 
 
     try:
         for batch in task.batches(copy, BATCH_BYTES):
-            task.file.check()
+            task.store.check()
             lists = (
                 agent.prepare("", _rows(pieces, copy.destination_ids[batch], agent.address)),
                 agent.prepare(name, _rows(pieces, copy.source_ids[batch], address, theirs=True)),

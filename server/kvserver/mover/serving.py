@@ -1,4 +1,4 @@
-"""``python -m kvserver.mover.serving FD``: serves PullBlocks out of the pool's file.
+"""``python -m kvserver.mover.serving FD``: serves PullBlocks out of the pool's bytes.
 
 It knows transfers by what the node tells it, block ids by group, and nothing else.
 """
@@ -24,7 +24,8 @@ from kvserver.mover.bucket import Bucket
 from kvserver.mover.channel import Channel, Message
 from kvserver.mover.frame import frame
 from kvserver.mover.nixl import ServingAgent
-from kvserver.mover.pages import PoolFile, block_bytes, checksum, spans_of
+from kvserver.mover.pages import PoolFile, checksum
+from kvserver.mover.store import Store, open_store
 from kvserver.rpc import Context, Rpcs, register, write
 
 logger = logging.getLogger(__name__)
@@ -51,12 +52,9 @@ class _Transfer:
 class Serving:
     """PullBlocks of one pool. ``ask`` has the node tell of a transfer, or that it is none."""
 
-    def __init__(self, start: Message, ask: Callable[[str], None]) -> None:
-        pool = types_pb2.PoolDescription.FromString(start["pool"])
+    def __init__(self, start: Message, store: Store, ask: Callable[[str], None]) -> None:
         self.num_sent_bytes = 0
-        self._file = PoolFile(pool, writable=True)
-        self._spans = spans_of(pool)
-        self._block_bytes = [block_bytes(spans) for spans in self._spans]
+        self._store = store
         self._pulls_max: int = start["pulls_max"]
         self._stall_seconds: float = start["stall_seconds"]
         self._bucket = Bucket(start["bandwidth_bytes"])
@@ -84,8 +82,10 @@ class Serving:
 
     async def offer_nixl(self, devices: str) -> Message | None:
         """What peers must know to read with NIXL; None where that is not to be had."""
+        if not isinstance(self._store, PoolFile):
+            return None
         loop = asyncio.get_running_loop()
-        agent = await loop.run_in_executor(None, ServingAgent, self._file, devices)
+        agent = await loop.run_in_executor(None, ServingAgent, self._store, devices)
         self._agent = agent
         agent.serve(bool(self._transfers))
         return agent.reach()
@@ -122,7 +122,8 @@ class Serving:
         ids: array[int],
         context: Context,
     ) -> None:
-        spans, size = self._spans[request.group], self._block_bytes[request.group]
+        group, store = request.group, self._store
+        size = store.block_bytes[group]
         limit = CHECKSUMS_ONLY_BYTES if request.checksums_only else MESSAGE_BYTES
         step = max(1, min(MESSAGE_BLOCKS_MAX, limit // max(1, size)))
         for first in range(0, len(ids), step):
@@ -132,8 +133,8 @@ class Serving:
                 await asyncio.sleep(delay)
             if transfer.closed:  # before Python 3.12 wait_for swallows a cancellation at times
                 raise _closed()
-            self._file.check()
-            blocks = [self._file.pages(spans, block_id) for block_id in some]
+            store.check()
+            blocks = store.blocks(group, some)
             sums = []
             if request.checksums or request.checksums_only:
                 sums = [checksum(pages) for pages in blocks]
@@ -192,7 +193,8 @@ def _unknown(message: str) -> NotFound:
 
 async def _serve(channel: Channel, start: Message) -> None:
     loop = asyncio.get_running_loop()
-    serving = Serving(start, lambda transfer_id: channel.send(op="ask", id=transfer_id))
+    store = open_store(types_pb2.PoolDescription.FromString(start["pool"]))
+    serving = Serving(start, store, lambda transfer_id: channel.send(op="ask", id=transfer_id))
     rpcs = Rpcs("", streams_max=start["streams_max"])
     server = grpc.aio.server(
         options=[

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import compress
+from operator import eq
 from typing import Any
 
 import numpy as np
@@ -32,18 +34,16 @@ def run(task: Task) -> None:
 
 
 def _store(task: Task, copy: Copy, batch: Any, frame: Frame) -> None:
-    task.file.check()
-    view, size, data = task.file.view, copy.block_bytes, frame.data
-    right = np.ones(len(batch), bool)
-    for number, block_id in enumerate(copy.destination_ids[batch].tolist()):
-        begin = number * size
-        if task.checksums:
-            block = data[begin : begin + size]
-            if not frame.checksums or xxhash.xxh3_64_intdigest(block) != frame.checksums[number]:
-                right[number] = False
-                continue
-        for span in copy.destination:
-            at = span.offset + block_id * span.stride
-            view[at : at + span.nbytes] = data[begin : begin + span.nbytes]
-            begin += span.nbytes
-    task.finished(copy, batch[right], int(len(batch) - right.sum()))
+    task.store.check()
+    size = copy.block_bytes
+    blocks = [frame.data[at : at + size] for at in range(0, len(frame.data), size)]
+    if task.checksums:
+        sums = [xxhash.xxh3_64_intdigest(block) for block in blocks]
+        right = np.array([*map(eq, sums, frame.checksums)], bool)
+        if len(right) < len(blocks):
+            raise PathFailed("BAD_PEER: it sent too few checksums")
+    else:
+        right = np.ones(len(blocks), bool)
+    good = batch[right]
+    task.store.write(copy.group, copy.destination_ids[good].tolist(), [*compress(blocks, right)])
+    task.finished(copy, good, len(batch) - len(good))
