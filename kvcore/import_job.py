@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -107,8 +107,10 @@ class Import:
 
 class ImportResult(NamedTuple):
     """Of an import: one status a hash, by group. ``num_tokens``: of a request, its leading
-    tokens whose bytes are here and verified in all groups.
+    tokens whose bytes are here and verified in all groups. ``missing_parents``, by group: of
+    hashes that are NOT_ATTEMPTED, those parents that are not here and were not asked for.
     """
 
     statuses: dict[int, bytes]
     num_tokens: int
+    missing_parents: Mapping[int, Sequence[bytes]]

@@ -231,24 +231,31 @@ class Imports:
                     has_come = entry.status is not _IMPORTED or group.blocks[number] is not None
                     group.statuses[number] = entry.status if has_come else _FAILED
         num_tokens = 0
+        missing_parents: dict[int, list[bytes]] = {}
         if found.request is not None:
             if found.request.importing is found:
                 found.request.importing = None
                 num_tokens = self._num_verified_tokens(found)
         else:
             for group, entries_by_number in zip(found.groups, came, strict=True):
-                self._register(found, group, entries_by_number)
+                absent = self._register(found, group, entries_by_number)
+                if absent:
+                    missing_parents[group.group] = absent
         pins = self._depot.pool.pins
         pins.filling.difference_update([block.block_id for block in found.blocks])
         for group in found.groups:
             pins.unpin([block for block in reversed(group.blocks) if block is not None])
         self._depot.resets.settle()
         return ImportResult(
-            {group.group: bytes(group.statuses) for group in found.groups}, num_tokens
+            {group.group: bytes(group.statuses) for group in found.groups},
+            num_tokens,
+            missing_parents,
         )
 
-    def _register(self, found: Import, group: ImportGroup, came: Mapping[int, Filled]) -> None:
-        """Make what came hits for everybody."""
+    def _register(
+        self, found: Import, group: ImportGroup, came: Mapping[int, Filled]
+    ) -> list[bytes]:
+        """Make what came hits for everybody. Answers the parents that nobody asked for."""
         pool, config = self._depot.pool, self._depot.config
         spec = config.kv_cache.groups[group.group].manager_spec
         block_size = spec.block_size * config.context_parallel_size
@@ -257,6 +264,7 @@ class Imports:
         registered: list[tuple[KVCacheBlock, ImportedContent]] = []
         generation, num_token_bytes = self._depot.generation, block_size * TOKEN_BYTES
         last_hash: bytes | None = None  # registered here, and so ready
+        absent: dict[bytes, None] = {}
         for position, block_hash in enumerate(group.hashes):
             status = group.statuses[position]
             if status is not _IMPORTED and status is not _PRESENT:
@@ -281,6 +289,7 @@ class Imports:
                 and self._ready(group.group, content.parent_hash) is None
             ):
                 group.statuses[position] = _NOT_ATTEMPTED
+                absent[content.parent_hash] = None
             elif self._ready(group.group, block_hash) is not None:
                 group.statuses[position] = _PRESENT  # another has brought it meanwhile
             else:
@@ -299,6 +308,8 @@ class Imports:
                     blocks, [content for _, content in run], block_size=block_size
                 )
         pool.confirm([block for block, _ in registered])
+        asked = set(group.hashes) if absent else ()
+        return [block_hash for block_hash in absent if block_hash not in asked]
 
     def _ready(self, group: int, block_hash: bytes) -> KVCacheBlock | None:
         for block in self._depot.pool.indexes[group].copies(block_hash):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
@@ -63,7 +63,8 @@ class ImportResult:
     ``statuses``, by group: one a hash asked for; of a request, one a full block that it was
     given for external tokens. ``num_tokens``: of a request, its leading tokens whose bytes are
     here and verified in all groups, which ``cache_blocks`` may confirm; 0 if it cannot go on
-    with any of them.
+    with any of them. ``missing_parents``, by group: why blocks were NOT_ATTEMPTED, if that is
+    because a parent is not here and was not asked for.
     """
 
     statuses: Mapping[int, tuple[ImportStatus, ...]]
@@ -72,6 +73,7 @@ class ImportResult:
     num_bytes: int
     path: TransferPath
     failures: tuple[PathFailure, ...]
+    missing_parents: Mapping[int, tuple[bytes, ...]] = field(default_factory=dict)
 
     @property
     def is_complete(self) -> bool:
@@ -136,6 +138,9 @@ def result(message: pb.ImportBlocksResponse) -> ImportResult:
         failures=tuple(
             PathFailure(_path(failure.path), failure.reason) for failure in message.failures
         ),
+        missing_parents={
+            group.group: tuple(group.block_hashes) for group in message.missing_parents
+        },
     )
 
 

@@ -13,7 +13,7 @@ asked for or the bytes are on a device.
 from kvcore.memory.cuda import CudaIpcMapping, CudaMemory
 from kvcore.memory.device import Device, parse_devices
 from kvcore.memory.file import FileMapping, FileMemory, remove_abandoned
-from kvcore.memory.layout import LayerLayout, TensorView, layer_layouts
+from kvcore.memory.layout import LayerLayout, Span, TensorView, joined, layer_layouts
 from kvcore.memory.pool import PoolMemory
 
 __all__ = [
@@ -24,7 +24,9 @@ __all__ = [
     "FileMemory",
     "LayerLayout",
     "PoolMemory",
+    "Span",
     "TensorView",
+    "joined",
     "layer_layouts",
     "parse_devices",
     "remove_abandoned",

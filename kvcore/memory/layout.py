@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvcore.errors import InvalidArgument
@@ -32,6 +33,27 @@ class LayerLayout:
     block_stride_bytes: int
     group: int
     views: tuple[TensorView, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Bytes of every block that lie together: block ``b``'s at ``offset + b * stride``."""
+
+    offset: int
+    stride: int
+    nbytes: int
+
+
+def joined(pages: Iterable[Span]) -> list[Span]:
+    """The pages of a block, in order, as few spans: those that follow each other are one."""
+    spans: list[Span] = []
+    for page in pages:
+        last = spans[-1] if spans else None
+        if last and last.stride == page.stride and last.offset + last.nbytes == page.offset:
+            spans[-1] = Span(last.offset, last.stride, last.nbytes + page.nbytes)
+        else:
+            spans.append(page)
+    return spans
 
 
 def layer_layouts(config: DepotConfig) -> list[LayerLayout]:

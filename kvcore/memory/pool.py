@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from kvcore.errors import InvalidArgument, NotFound
 from kvcore.memory.cuda import CudaIpcMapping, CudaMemory
-from kvcore.memory.device import Device, DeviceMemory
+from kvcore.memory.device import Device
 from kvcore.memory.file import FileMapping, FileMemory
-from kvcore.memory.layout import LayerLayout, layer_layouts
+from kvcore.memory.layout import LayerLayout, Span, joined, layer_layouts
 from kvcore.spec import DepotConfig
 
 if TYPE_CHECKING:
@@ -38,16 +38,16 @@ class PoolMemory:
             )
         self.config = config
         self.layouts = {layout.name: layout for layout in layer_layouts(config)}
-        # Where each layer's page of block 0 begins, from block to block, and its bytes.
-        self._pages = [
-            [
-                (layout.offset_bytes, layout.block_stride_bytes, spec.page_size_bytes)
+        # By group: where a block's pages lie, on every rank.
+        self.spans = [
+            joined(
+                Span(layout.offset_bytes, layout.block_stride_bytes, spec.page_size_bytes)
                 for layout, spec in zip(
                     (self.layouts[name] for name in group.layer_names),
                     group.layer_specs,
                     strict=True,
                 )
-            ]
+            )
             if group.holds_blocks
             else []
             for group in config.kv_cache.groups
@@ -115,12 +115,15 @@ class PoolMemory:
         """
         if not 0 <= block_id < self.config.kv_cache.num_blocks:
             raise InvalidArgument(f"there is no block {block_id}", field="block_id")
-        if not 0 <= group < len(self._pages):
+        if not 0 <= group < len(self.spans):
             raise InvalidArgument(f"there is no group {group}", field="group")
-        pages = [(first + block_id * stride, n) for first, stride, n in self._pages[group]]
-        if len(self.ranks) == 1:
-            return _copy(self.ranks[0], pages)
-        return b"".join([_copy(memory, pages) for memory in self.ranks])
+        return b"".join(
+            [
+                memory.read(span.offset + block_id * span.stride, span.nbytes)
+                for memory in self.ranks
+                for span in self.spans[group]
+            ]
+        )
 
     def poison(self, block_ids: Iterable[int]) -> None:
         """Fill the blocks, of every group and rank, so that what is not written reads as NaN."""
@@ -156,13 +159,3 @@ class PoolMemory:
         if layout is None:
             raise NotFound(f"there is no layer {name!r}", reason="UNKNOWN_LAYER", field="name")
         return layout
-
-
-def _copy(memory: DeviceMemory[object], pages: list[tuple[int, int]]) -> bytes:
-    """Pages (offset, bytes) one after another; in one piece where they lie so."""
-    end = start = pages[0][0] if pages else 0
-    for page, nbytes in pages:
-        if page != end:
-            return b"".join([memory.read(page, n) for page, n in pages])
-        end += nbytes
-    return memory.read(start, end - start)

@@ -7,6 +7,7 @@ are filled stay pinned until the data plane says that no byte can land in them a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 import time
@@ -41,6 +42,8 @@ FAILURE_REASONS = frozenset(
 )
 # What an import that is over its deadline gets beyond what the data plane allows it.
 _SLACK_SECONDS = 10.0
+# Of a report, before others have their turn: some milliseconds.
+_TURN_BLOCKS = 1024
 _FAILED = Filled(ImportStatus.FAILED)
 _FROM_THE_PEER: dict[int, Filled] = {
     pb.IMPORT_STATUS_IMPORTED: Filled(ImportStatus.IMPORTED),
@@ -213,7 +216,8 @@ class Imports:
             finally:
                 watchdog.cancel()
                 await _ended(iterator)
-        self._finish(running, job, report, error)
+        filled = None if report is None else await _filled(job, report)
+        self._finish(running, job, report, error, filled)
 
     def _take(self, found: Import, ready: Mapping[int, Ready]) -> Mapping[int, Sequence[int]]:
         """The peer has said what it has."""
@@ -225,7 +229,7 @@ class Imports:
     def _never_ran(self, running: RunningImport, job: ImportJob) -> None:
         """It was stopped before its first step."""
         if running in self._running:
-            self._finish(running, job, None, None)
+            self._finish(running, job, None, None, None)
 
     def _finish(
         self,
@@ -233,12 +237,13 @@ class Imports:
         job: ImportJob,
         report: ImportReport | None,
         error: Exception | None,
+        filled: Mapping[int, Sequence[Filled]] | None,
     ) -> None:
         """The iterator has ended: no byte can land any more."""
         node = self._node
         del self._running[running]
         try:
-            result = node.depot.imports.finish(running.found, _filled(job, report))
+            result = node.depot.imports.finish(running.found, filled)
         finally:
             node.publish()
         self._count(running, result, report, error)
@@ -302,21 +307,25 @@ def _counted(reason: str) -> str:
     return "other"
 
 
-def _filled(job: ImportJob, report: ImportReport | None) -> Mapping[int, Sequence[Filled]] | None:
-    """The report, as the core takes it. What it does not say has failed."""
-    if report is None:
-        return None
+async def _filled(job: ImportJob, report: ImportReport) -> Mapping[int, Sequence[Filled]]:
+    """The report, as the core takes it. What it does not say has failed.
+
+    Others have their turn meanwhile; it is not cut short by a cancellation.
+    """
     filled: dict[int, Sequence[Filled]] = {}
     for group in job.groups:
         told = report.statuses.get(group.group, b"").ljust(len(group.hashes), b"\0")
         contents = iter(report.contents.get(group.group, ()))
-        entries = []
+        entries: list[Filled] = []
         for status, block_hash in zip(told, group.hashes, strict=False):
             if status == pb.IMPORT_STATUS_IMPORTED and job.contents:
                 content = imported_content(next(contents, pb.BlockContent()), block_hash)
                 entries.append(Filled(ImportStatus.IMPORTED, content))
             else:
                 entries.append(_FROM_THE_PEER.get(status, _FAILED))
+            if len(entries) % _TURN_BLOCKS == 0:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(0)
         filled[group.group] = entries
     return filled
 

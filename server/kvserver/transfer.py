@@ -219,6 +219,8 @@ class TransferService:
         message.num_tokens = running.result.num_tokens
         for group, statuses in running.result.statuses.items():
             message.groups.add(group=group, statuses=statuses)
+        for group, hashes in running.result.missing_parents.items():
+            message.missing_parents.add(group=group, block_hashes=hashes)
         message.failures.extend(running.failures)
         return message
 

@@ -214,6 +214,22 @@ def test_the_command(run: Run, source: ServerProcess) -> None:
     assert run("--all", "ff" * 32)[0] == 2
 
 
+def test_the_command_says_whose_parents_are_missing(
+    client: Client, run: Run, source: ServerProcess
+) -> None:
+    first, second, third = hashes_of(source)
+    result = client.import_blocks([second, third], source.target).result()
+    assert result.statuses == {0: (ImportStatus.NOT_ATTEMPTED,) * 2}
+    # Not the third's: it was asked for.
+    assert result.missing_parents == {0: (first,)}
+    status, output = run(second.hex(), third.hex())
+    assert status == 1 and "2 not attempted" in output
+    assert f"these parents are not here: {first.hex()}; name them too" in output
+    told = json.loads(run(third.hex(), "--json")[1])
+    assert told["missing_parents"] == {"0": [second.hex()]}
+    assert client.import_blocks([first], source.target).result().missing_parents == {}
+
+
 def test_the_command_says_what_is_wrong_with_the_peer(client: Client, serve: Serve) -> None:
     other = serve(model="gemma-like")
     for peer, told in (

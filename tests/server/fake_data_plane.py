@@ -39,7 +39,8 @@ class FakeDataPlane:
         self.mode = "copy"
         self.opened: dict[str, dict[int, list[int]]] = {}
         self.jobs: list[ImportJob] = []
-        self.num_ended = 0
+        # Imports that were told to end, and those that have.
+        self.num_ending = self.num_ended = 0
         self.is_running = False
         # Not set: bytes may still land, so that no import can end.
         self.settled = asyncio.Event()
@@ -89,6 +90,7 @@ class FakeDataPlane:
                 yield ImportProgress(1, 1, pb.TRANSFER_PATH_GRPC)
             yield report
         finally:
+            self.num_ending += 1
             await self.settled.wait()
             self.num_ended += 1
 
@@ -155,7 +157,7 @@ class FakeDataPlane:
 def write_pages(memory: PoolMemory, block_id: int, group: int, pages: bytes) -> None:
     """What ``block_pages`` answers is there afterwards."""
     with Path(memory.path).open("r+b") as file:
-        for first, stride, nbytes in memory._pages[group]:
-            file.seek(first + block_id * stride)
-            file.write(pages[:nbytes])
-            pages = pages[nbytes:]
+        for span in memory.spans[group]:
+            file.seek(span.offset + block_id * span.stride)
+            file.write(pages[: span.nbytes])
+            pages = pages[span.nbytes :]

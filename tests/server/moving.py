@@ -18,13 +18,13 @@ from typing import Any
 
 import grpc
 
-from kvcore.memory import PoolMemory
+from kvcore.memory import PoolMemory, Span
 from kvdepot.v1 import transfer_pb2 as pb
 from kvdepot.v1 import transfer_pb2_grpc
 from kvserver.config import ServerConfig
 from kvserver.data_plane import ImportGroup, ImportJob, ImportProgress, ImportReport
 from kvserver.mover.handle import MoverHandle
-from kvserver.mover.pages import Span, spans_of
+from kvserver.mover.pages import spans_of
 from serving import event_loop_thread
 
 TIMEOUT_SECONDS = 30.0

@@ -188,7 +188,7 @@ def test_cancelled_while_the_copy_cannot_be_ended(pair: Pair) -> None:
     next(stream)
     here.loop.call(lambda: here.data_plane.settled.clear())
     stream.cancel()
-    time.sleep(0.2)
+    pair.wait(lambda: here.data_plane.num_ending == 1)
     assert pair.states() == {"in_transfer": 3, "free": 29}
     assert here.stats().num_imports == 1
     here.loop.call(lambda: here.data_plane.settled.set())

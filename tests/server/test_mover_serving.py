@@ -19,13 +19,14 @@ import xxhash
 
 from kvclient.errors import InternalError
 from kvclient.frame import parse
+from kvcore.memory import Span
 from kvdepot.v1 import transfer_pb2 as pb
 from kvserver.config import ConfigError
 from kvserver.mover import child
 from kvserver.mover.bucket import Bucket
 from kvserver.mover.frame import frame
 from kvserver.mover.mapping import copy_rows
-from kvserver.mover.pages import Span, pieces_of
+from kvserver.mover.pages import pieces_of
 from moving import MovingNode, eventually, kill, moving
 from serving import refused
 

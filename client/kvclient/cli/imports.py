@@ -14,6 +14,7 @@ from kvclient.client import Client
 from kvclient.errors import Unavailable
 from kvclient.imports import ImportStatus, TransferPath
 
+_PARENTS_SHOWN = 4
 _PATHS = [path.name.lower() for path in TransferPath if path is not TransferPath.UNKNOWN]
 
 
@@ -77,10 +78,25 @@ def import_(
     if as_json:
         failures = [asdict(one) | {"path": one.path.name.lower()} for one in result.failures]
         path = result.path.name.lower()
-        print_json({"bytes": result.num_bytes, "path": path, **summary, "failures": failures})
+        parents = {
+            group: [block_hash.hex() for block_hash in hashes]
+            for group, hashes in result.missing_parents.items()
+        }
+        print_json(
+            {"bytes": result.num_bytes, "path": path, **summary}
+            | {"failures": failures, "missing_parents": parents}
+        )
     else:
         for failure in result.failures:
             click.echo(f"{failure.path.name.lower()}: {failure.reason}", err=True)
+        for hashes in result.missing_parents.values():
+            named = ", ".join(block_hash.hex() for block_hash in hashes[:_PARENTS_SHOWN])
+            more = " and others" if len(hashes) > _PARENTS_SHOWN else ""
+            click.echo(
+                "not attempted: a block is kept only behind its parent, and these parents are "
+                f"not here: {named}{more}; name them too, before their children",
+                err=True,
+            )
         text = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in summary.items())
         click.echo(f"{text}; {result.num_bytes:,} bytes")
     if not result.is_complete:

@@ -261,7 +261,7 @@ class PathFailure(_message.Message):
     def __init__(self, path: _Optional[_Union[TransferPath, str]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class ImportBlocksResponse(_message.Message):
-    __slots__ = ("epoch", "num_blocks", "num_bytes", "path", "done", "groups", "num_tokens", "failures")
+    __slots__ = ("epoch", "num_blocks", "num_bytes", "path", "done", "groups", "num_tokens", "failures", "missing_parents")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -270,6 +270,7 @@ class ImportBlocksResponse(_message.Message):
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FAILURES_FIELD_NUMBER: _ClassVar[int]
+    MISSING_PARENTS_FIELD_NUMBER: _ClassVar[int]
     epoch: str
     num_blocks: int
     num_bytes: int
@@ -278,4 +279,5 @@ class ImportBlocksResponse(_message.Message):
     groups: _containers.RepeatedCompositeFieldContainer[GroupImport]
     num_tokens: int
     failures: _containers.RepeatedCompositeFieldContainer[PathFailure]
-    def __init__(self, epoch: _Optional[str] = ..., num_blocks: _Optional[int] = ..., num_bytes: _Optional[int] = ..., path: _Optional[_Union[TransferPath, str]] = ..., done: bool = ..., groups: _Optional[_Iterable[_Union[GroupImport, _Mapping]]] = ..., num_tokens: _Optional[int] = ..., failures: _Optional[_Iterable[_Union[PathFailure, _Mapping]]] = ...) -> None: ...
+    missing_parents: _containers.RepeatedCompositeFieldContainer[GroupHashes]
+    def __init__(self, epoch: _Optional[str] = ..., num_blocks: _Optional[int] = ..., num_bytes: _Optional[int] = ..., path: _Optional[_Union[TransferPath, str]] = ..., done: bool = ..., groups: _Optional[_Iterable[_Union[GroupImport, _Mapping]]] = ..., num_tokens: _Optional[int] = ..., failures: _Optional[_Iterable[_Union[PathFailure, _Mapping]]] = ..., missing_parents: _Optional[_Iterable[_Union[GroupHashes, _Mapping]]] = ...) -> None: ...

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from kvcore.memory import Span
 from kvdepot.v1 import transfer_pb2 as pb
 from kvdepot.v1 import types_pb2
 from kvserver.mover.bucket import Bucket
 from kvserver.mover.lease import Lease
-from kvserver.mover.pages import Span
 from kvserver.mover.peer import Peer
 from kvserver.mover.store import Store
 

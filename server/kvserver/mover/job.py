@@ -17,6 +17,7 @@ import numpy as np
 
 import kvclient.errors
 import kvcore.errors
+from kvcore.memory import Span
 from kvdepot.v1 import transfer_pb2 as pb
 from kvdepot.v1 import types_pb2
 from kvserver.mover import mapping, reading, stream
@@ -24,7 +25,7 @@ from kvserver.mover.channel import Message
 from kvserver.mover.copying import Copy, PathFailed, Stopped, Stuck, Task
 from kvserver.mover.importer import Importer
 from kvserver.mover.lease import Lease
-from kvserver.mover.pages import Span, spans_of
+from kvserver.mover.pages import spans_of
 from kvserver.mover.parts import Part
 from kvserver.mover.peer import Peer
 

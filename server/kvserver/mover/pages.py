@@ -12,19 +12,11 @@ from typing import Any
 import xxhash
 
 from kvcore.errors import DataLoss, InvalidArgument
+from kvcore.memory import Span, joined
 from kvdepot.v1 import types_pb2
 
 _MADV_POPULATE_WRITE = 23
 _TOUCH_BYTES = 16 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Bytes of every block that lie together: block ``b``'s at ``offset + b * stride``."""
-
-    offset: int
-    stride: int
-    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +45,7 @@ def spans_of(pool: types_pb2.PoolDescription) -> list[list[Span]]:
 
     InvalidArgument for a description by which a page would lie outside of the pool.
     """
-    groups: list[list[Span]] = [[] for _ in pool.groups]
+    groups: list[list[Span]] = [[] for _ in pool.groups]  # a span a page
     pool_bytes = pool.mappings[0].num_bytes if pool.mappings else 0
     positions = [0] * len(groups)
     for layer in pool.layers:
@@ -66,12 +58,8 @@ def spans_of(pool: types_pb2.PoolDescription) -> list[list[Span]]:
         offset, stride = layer.offset_bytes, layer.block_stride_bytes
         if offset + (pool.num_blocks - 1) * stride + nbytes > pool_bytes or nbytes > stride:
             raise InvalidArgument(f"layer {layer.name!r} lies outside of the pool", field="layers")
-        spans = groups[layer.group]
-        if spans and spans[-1].stride == stride and spans[-1].offset + spans[-1].nbytes == offset:
-            spans[-1] = Span(spans[-1].offset, stride, spans[-1].nbytes + nbytes)
-        else:
-            spans.append(Span(offset, stride, nbytes))
-    return groups
+        groups[layer.group].append(Span(offset, stride, nbytes))
+    return [joined(pages) for pages in groups]
 
 
 def checksum(pages: Sequence[memoryview]) -> int:

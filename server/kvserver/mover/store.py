@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from kvcore.memory import Span
 from kvdepot.v1 import types_pb2
 from kvserver.mover.devices import PoolDevices, on_devices, open_devices
-from kvserver.mover.pages import PoolFile, Span
+from kvserver.mover.pages import PoolFile
 
 
 class Store(Protocol):
