@@ -79,8 +79,8 @@ def import_(
         failures = [asdict(one) | {"path": one.path.name.lower()} for one in result.failures]
         path = result.path.name.lower()
         parents = {
-            group: [block_hash.hex() for block_hash in hashes]
-            for group, hashes in result.missing_parents.items()
+            number: [block_hash.hex() for block_hash in missing]
+            for number, missing in result.missing_parents.items()
         }
         print_json(
             {"bytes": result.num_bytes, "path": path, **summary}
@@ -89,9 +89,9 @@ def import_(
     else:
         for failure in result.failures:
             click.echo(f"{failure.path.name.lower()}: {failure.reason}", err=True)
-        for hashes in result.missing_parents.values():
-            named = ", ".join(block_hash.hex() for block_hash in hashes[:_PARENTS_SHOWN])
-            more = " and others" if len(hashes) > _PARENTS_SHOWN else ""
+        for missing in result.missing_parents.values():
+            named = ", ".join(block_hash.hex() for block_hash in missing[:_PARENTS_SHOWN])
+            more = " and others" if len(missing) > _PARENTS_SHOWN else ""
             click.echo(
                 "not attempted: a block is kept only behind its parent, and these parents are "
                 f"not here: {named}{more}; name them too, before their children",

@@ -6,10 +6,9 @@ import logging
 import threading
 import time
 from array import array
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing
 from itertools import compress
 from queue import Empty, SimpleQueue
 
@@ -25,6 +24,7 @@ from kvserver.mover.channel import Message
 from kvserver.mover.copying import Copy, PathFailed, Stopped, Stuck, Task
 from kvserver.mover.importer import Importer
 from kvserver.mover.lease import Lease
+from kvserver.mover.opening import Opening
 from kvserver.mover.pages import spans_of
 from kvserver.mover.parts import Part
 from kvserver.mover.peer import Peer
@@ -40,8 +40,6 @@ BEST_FIRST = (MAPPING, NIXL, GRPC)
 # Of the deadline, for closing the transfer.
 _CLOSE_SHARE, _CLOSE_SECONDS_MAX = 0.1, 1.0
 _REFUSED = (kvclient.errors.KVDepotError, kvcore.errors.KVDepotError)
-# What a peer says that opens no transfer of so many blocks, but may of fewer.
-_TOO_LARGE = frozenset(("TOO_MANY_BLOCKS", "TOO_MANY_CONTENTS", "CONTENTS_TOO_LARGE"))
 
 
 class Job:
@@ -70,10 +68,15 @@ class Job:
         self._stopped = threading.Event()
         self._path = pb.TRANSFER_PATH_UNSPECIFIED
         self._peer = Peer(message["peer"], importer.channels)
-        self._waiting = deque(
+        self._opening = Opening(
+            self._peer,
+            [(group, hashes) for group, hashes, _ in self._groups],
             importer.parts(
                 {group: len(hashes) for group, hashes, _ in self._groups}, contents=self._contents
-            )
+            ),
+            fingerprint=self._fingerprint,
+            contents=self._contents,
+            seconds_left=self._seconds_left,
         )
         # Of the parts that came, and what they came to.
         self._statuses = [
@@ -123,10 +126,11 @@ class Job:
 
     def _run(self) -> Message:
         try:
-            for part, lease in self._opened():
-                self._fill(part, lease)
-                if not self._paths:
-                    break
+            with closing(self._opening.opened()) as opened:
+                for part, lease in opened:
+                    self._fill(part, lease)
+                    if not self._paths:
+                        break
         except _REFUSED as error:
             # What came before, counts.
             if self._stopped.is_set() or not self._num_parts:
@@ -138,52 +142,6 @@ class Job:
         self._failures[path, reason] = None
 
     # --- parts ------------------------------------------------------------------------
-
-    def _opened(self) -> Iterator[tuple[Part, Lease]]:
-        """Every part with its transfer, which is to be closed; the next opens meanwhile."""
-        executor = ThreadPoolExecutor(1, "kvdepot-open")
-        ahead: Future[tuple[Part, Lease]] | None = executor.submit(self._open_next)
-        try:
-            while ahead is not None:
-                part, lease = ahead.result()
-                ahead = executor.submit(self._open_next) if self._waiting else None
-                yield part, lease
-        finally:
-            if ahead is not None:  # nobody wants it any more, and nobody waits for it
-                ahead.add_done_callback(_close_unused)
-            executor.shutdown(wait=False)
-
-    def _open_next(self) -> tuple[Part, Lease]:
-        """A peer that finds the part too large is asked for half of it."""
-        while True:
-            part = self._waiting.popleft()
-            try:
-                return part, self._open(part)
-            except kvclient.errors.ResourceExhausted as error:
-                halves = part.halves() if error.reason in _TOO_LARGE else None
-                if halves is None:
-                    raise
-                self._waiting.extendleft(reversed(halves))
-
-    def _open(self, part: Part) -> Lease:
-        asked_at = time.monotonic()
-        opened = self._peer.call(
-            "OpenTransfer",
-            pb.OpenTransferRequest(
-                fingerprint=self._fingerprint,
-                groups=[
-                    pb.GroupHashes(group=group, block_hashes=hashes[begin:end])
-                    for (group, hashes, _), (begin, end) in zip(
-                        self._groups, part.ranges, strict=True
-                    )
-                ],
-                name="import",
-                contents=self._contents,
-            ),
-            self._seconds_left(),
-            linger=True,
-        )
-        return Lease(self._peer, opened, asked_at)
 
     def _fill(self, part: Part, lease: Lease) -> None:
         """Copy a part by the first way that works, and close its transfer."""
@@ -400,9 +358,3 @@ class Job:
             },
             "failures": [list(failure) for failure in self._failures],
         }
-
-
-def _close_unused(opening: Future[tuple[Part, Lease]]) -> None:
-    with suppress(Exception):
-        _, lease = opening.result()
-        lease.close(_CLOSE_SECONDS_MAX)
