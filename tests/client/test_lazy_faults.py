@@ -308,7 +308,7 @@ def test_a_ticket_that_was_not_heard_is_kept(serve: Any) -> None:
     """Popped blocks are the caller's, and given back once, whichever answer was lost."""
     server = serve(num_blocks=NUM_BLOCKS)
     wire = Wire(server.target)
-    with Client(wire.target, timeout_s=0.4) as far, server.client() as near:
+    with Client(wire.target, timeout_s=1.5) as far, server.client() as near:
         facade = KVCacheManager(far.open_session())
         request = Request("a", list(range(8)), 8, 8)
         for _ in range(2):  # the same id again
