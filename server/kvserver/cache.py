@@ -97,19 +97,22 @@ class CacheService:
     ) -> pb.GetComputedBlocksResponse:
         content = convert.content(request.content) if request.HasField("content") else None
         hit = self._depot.get_computed_blocks(session, request.request_id, content)
-        return pb.GetComputedBlocksResponse(
+        response = pb.GetComputedBlocksResponse(
             num_computed_tokens=hit.num_computed_tokens,
-            blocks=convert.block_tables(hit.blocks),
             handle=hit.handle,
             epoch=self._epoch,
             num_uncached_common_prefix_tokens=hit.num_uncached_common_prefix_tokens,
         )
+        convert.fill_block_tables(response.blocks, hit.blocks)
+        return response
 
     def _allocate_slots(
         self, session: Session, request: pb.AllocateSlotsRequest
     ) -> pb.AllocateSlotsResponse:
         result = self._depot.allocate_slots(session, convert.slot_request(request.slots))
-        return pb.AllocateSlotsResponse(result=convert.slot_result(result), epoch=self._epoch)
+        response = pb.AllocateSlotsResponse(epoch=self._epoch)
+        convert.fill_slot_result(response.result, result)
+        return response
 
     def _cache_blocks(
         self, session: Session, request: pb.CacheBlocksRequest

@@ -212,15 +212,17 @@ def step(message: cache_pb2.StepRequest) -> Step:
 # --- replies --------------------------------------------------------------------------
 
 
-def block_tables(tables: BlockTables) -> list[types_pb2.BlockIds]:
-    """One message a KV cache group."""
-    return [types_pb2.BlockIds(ids=ids) for ids in tables]
+# What a message is made with is copied into it: replies are filled in place.
 
 
-def no_fit(refusal: NoFit | None) -> cache_pb2.NoFit | None:
+def fill_block_tables(messages: Any, tables: BlockTables) -> None:
+    """One BlockIds a KV cache group, added to a repeated field."""
+    for ids in tables:
+        messages.add(ids=ids)
+
+
+def no_fit(refusal: NoFit) -> cache_pb2.NoFit:
     """Why an allocation was refused."""
-    if refusal is None:
-        return None
     return cache_pb2.NoFit(
         needed_blocks=refusal.needed_blocks,
         free_blocks=refusal.free_blocks,
@@ -269,28 +271,28 @@ def reset_response(result: ResetResult, *, epoch: str) -> cache_pb2.ResetPrefixC
     )
 
 
-def slot_result(result: SlotResult) -> cache_pb2.SlotResult:
-    """The answer to one allocation."""
-    return cache_pb2.SlotResult(
-        outcome=int(result.outcome),  # type: ignore[arg-type]
-        num_new_computed_tokens=result.num_new_computed_tokens,
-        num_new_tokens=result.num_new_tokens,
-        hit_blocks=block_tables(result.hit_blocks),
-        new_blocks=block_tables(result.new_blocks),
-        handle=result.handle,
-        no_fit=no_fit(result.no_fit),
-    )
+def fill_slot_result(message: cache_pb2.SlotResult, result: SlotResult) -> None:
+    """The answer to one allocation, into an empty message."""
+    message.outcome = int(result.outcome)  # type: ignore[assignment]
+    message.num_new_computed_tokens = result.num_new_computed_tokens
+    message.num_new_tokens = result.num_new_tokens
+    message.handle = result.handle
+    fill_block_tables(message.hit_blocks, result.hit_blocks)
+    fill_block_tables(message.new_blocks, result.new_blocks)
+    if result.no_fit is not None:
+        message.no_fit.CopyFrom(no_fit(result.no_fit))
 
 
 def step_response(result: StepResult, *, op_seq: int | None, epoch: str) -> cache_pb2.StepResponse:
     """The answer to a Step; its columns stay bytes."""
     response = cache_pb2.StepResponse(
         op_seq=op_seq,
-        admissions=[slot_result(admission) for admission in result.admissions],
-        no_fit=no_fit(result.no_fit),
+        no_fit=None if result.no_fit is None else no_fit(result.no_fit),
         epoch=epoch,
         free_blocks=result.free_blocks,
     )
+    for admission in result.admissions:
+        fill_slot_result(response.admissions.add(), admission)
     grow = response.grow
     grow.outcomes = result.grow_outcomes
     for counts, ids in zip(result.grow_counts, result.grow_ids, strict=True):
