@@ -300,6 +300,7 @@ def test_a_lease_lost_during_the_copy_ends_it(kept: Start) -> None:
     source = kept(1, **LARGE, layout="block")
     # All of it would take 24 s.
     destination = kept(**LARGE, import_bandwidth_bytes=1 << 18)
+    destination.run_import(destination.job(source, {0: pairs([1], 0)}))  # its process is there
     source.lease_ttl_seconds = 0.6
     running = destination.begin_import(
         destination.job(source, {0: pairs(range(1, 33), 0)}, paths=[GRPC], deadline_seconds=60.0)

@@ -44,13 +44,16 @@ class Opening:
 
     def opened(self) -> Generator[tuple[Part, Lease], None, None]:
         """Each part with its transfer, which is to be closed. Close the iterator."""
-        executor = ThreadPoolExecutor(1, "kvdepot-open")
-        ahead: Future[tuple[Part, Lease]] | None = executor.submit(self._open_next)
+        executor = ThreadPoolExecutor(1, "kvdepot-open")  # starts a thread when it is needed
+        ahead: Future[tuple[Part, Lease]] | None = None
         try:
-            while ahead is not None:
-                part, lease = ahead.result()
+            part, lease = self._open_next()
+            while True:
                 ahead = executor.submit(self._open_next) if self._waiting else None
                 yield part, lease
+                if ahead is None:
+                    return
+                (part, lease), ahead = ahead.result(), None
         finally:
             if ahead is not None:  # nobody wants it any more, and nobody waits for it
                 executor.submit(_close_unused, ahead)
