@@ -141,19 +141,21 @@ class PeerFiles:
                     self._kept[path] = (self._kept[path][0], time.monotonic())
 
     def _look(self) -> None:
-        """Drop what is old, until nothing is kept."""
         while True:
             time.sleep(_LOOK_SECONDS)
-            old = time.monotonic() - _KEPT_SECONDS
             with self._lock:
-                for path, (file, used_at) in list(self._kept.items()):
-                    if not self._users[path] and (used_at < old or not _is_kept(file)):
-                        del self._kept[path], self._users[path]
-                        with contextlib.suppress(BufferError):  # unmapped when its last array goes
-                            file.close()
+                self._drop(time.monotonic() - _KEPT_SECONDS)
                 if not self._kept:
                     self._looking = None
                     return
+
+    def _drop(self, old: float) -> None:
+        """What nobody used since ``old``, and what is of a peer that has ended."""
+        for path, (file, used_at) in list(self._kept.items()):
+            if not self._users[path] and (used_at < old or not _is_kept(file)):
+                del self._kept[path], self._users[path]
+                with contextlib.suppress(BufferError):  # unmapped when its last array goes
+                    file.close()
 
 
 def _require_living(file: PoolFile) -> None:
