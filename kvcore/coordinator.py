@@ -39,7 +39,11 @@ class KVCacheCoordinator(ABC):
         )
         # Those that do more than nothing, so that the others cost no call.
         base = SingleTypeKVCacheManager
-        self._recycling = tuple(manager for manager in self.managers if manager.recycles)
+        self.recycling = tuple(manager for manager in self.managers if manager.recycles)
+        # Whether growth takes what the tables lack and registers what is full, and no more.
+        self.grows_by_table = all(
+            type(manager).is_settled is base.is_settled for manager in self.managers
+        )
         self._stepping = tuple(
             manager
             for manager in self.managers
@@ -145,7 +149,7 @@ class KVCacheCoordinator(ABC):
         self, request_id: str, total_computed_tokens: int, num_prompt_tokens: int | None
     ) -> None:
         """Free what no attention looks at any more."""
-        for manager in self._recycling:
+        for manager in self.recycling:
             manager.remove_skipped_blocks(request_id, total_computed_tokens, num_prompt_tokens)
 
     def get_blocks(self, request_id: str) -> tuple[list[KVCacheBlock], ...]:

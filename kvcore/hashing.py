@@ -362,13 +362,24 @@ class _RunningChain(HashChain):
         start = block_index * self.block_size
         return _kvd_frame(self._extra._typed_keys(start, start + self.block_size, block_index))
 
-    def _hash_blocks(self, view: memoryview, first: int, stop: int) -> None:
-        if stop - first == 1 and first >= self._steady_from and stop % _KVD_STATE_EVERY:
-            # A decode step's block, at half the cost of the general way.
-            width = self.block_size * TOKEN_BYTES
-            self._state.update(self._steady_frame + view[first * width : stop * width])
+    def extend(self, tokens: bytes | bytearray | memoryview, num_tokens: int) -> None:
+        first = len(self.hashes)
+        width = self.block_size * TOKEN_BYTES
+        end = (first + 1) * width
+        if (
+            num_tokens // self.block_size == first + 1
+            and first >= self._steady_from
+            and (first + 1) % _KVD_STATE_EVERY
+            and type(tokens) is bytearray
+            and len(tokens) >= end
+        ):
+            # A decode step's block, at a third of the cost of the general way.
+            self._state.update(self._steady_frame + tokens[end - width : end])
             self.hashes.append(self._state.digest())
-            return
+        else:
+            super().extend(tokens, num_tokens)
+
+    def _hash_blocks(self, view: memoryview, first: int, stop: int) -> None:
         while first < stop:
             pause = min(stop, (first // _KVD_STATE_EVERY + 1) * _KVD_STATE_EVERY)
             self._absorb(view, first, pause)

@@ -221,6 +221,10 @@ class KVCacheManager:
             and not reserved_blocks
             and not num_encoder_tokens
         ):
+            if self.is_settled(
+                request, request.num_computed_tokens, num_new_tokens, num_lookahead_tokens
+            ):
+                return empty
             return self.grow(request, num_new_tokens, num_lookahead_tokens)
         coordinator = self.coordinator
         pool = self.block_pool
@@ -286,26 +290,47 @@ class KVCacheManager:
         self, request: Request, num_new_tokens: int, num_lookahead_tokens: int = 0
     ) -> KVCacheBlocks | None:
         """As allocate_slots, of a running request and without all that only others have."""
-        before = request.num_computed_tokens
-        if self.is_settled(request, before, num_new_tokens, num_lookahead_tokens):
-            return self.empty_kv_cache_blocks
         coordinator = self.coordinator
-        request_id = request.request_id
-        num_computed = min(before, self.max_model_len)
+        request_id, before = request.request_id, request.num_computed_tokens
+        max_model_len = self.max_model_len
+        num_computed = before if before < max_model_len else max_model_len
         num_main = num_computed + num_new_tokens
-        num_slots = min(num_main + num_lookahead_tokens, self.max_model_len)
-        coordinator.remove_skipped_blocks(request_id, num_computed, request.num_prompt_tokens)
-        num_needed = coordinator.get_num_blocks_to_allocate(
-            request_id, num_slots, self.empty_kv_cache_blocks.blocks, before, num_main
-        )
-        num_free = self.block_pool.num_free_blocks(self.view)
-        if num_needed > num_free:
-            self.last_refusal = NoFit(num_needed, num_free, 0, 0)
-            return None
-        new_blocks = coordinator.allocate_new_blocks(request_id, num_slots, num_main)
+        num_slots = num_main + num_lookahead_tokens
+        if num_slots > max_model_len:
+            num_slots = max_model_len
+        num_to_cache = 0
         if self.enable_caching and not request.outlived_reset:
-            coordinator.cache_blocks(request, min(num_main, request.num_tokens))
-        return self.create_kv_cache_blocks(new_blocks)
+            num_to_cache = num_main if num_main < request.num_tokens else request.num_tokens
+        if coordinator.recycling:
+            coordinator.remove_skipped_blocks(request_id, num_computed, request.num_prompt_tokens)
+        if coordinator.grows_by_table:
+            # What most pools are made of: what there is to do is seen here, without calls.
+            num_needed, fills = 0, False
+            for manager in coordinator.managers:
+                block_size = manager.block_size
+                missing = -(-num_slots // block_size) - len(manager.req_to_blocks[request_id])
+                if missing > 0:
+                    num_needed += missing
+                if num_to_cache // block_size > manager.num_cached_blocks.get(request_id, 0):
+                    fills = True
+            takes = num_needed > 0
+        else:
+            takes, fills = True, num_to_cache > 0
+            num_needed = coordinator.get_num_blocks_to_allocate(
+                request_id, num_slots, self.empty_kv_cache_blocks.blocks, before, num_main
+            )
+        new_blocks = self.empty_kv_cache_blocks
+        if takes:
+            num_free = self.block_pool.num_free_blocks(self.view)
+            if num_needed > num_free:
+                self.last_refusal = NoFit(num_needed, num_free, 0, 0)
+                return None
+            new_blocks = self.create_kv_cache_blocks(
+                coordinator.allocate_new_blocks(request_id, num_slots, num_main)
+            )
+        if fills:
+            coordinator.cache_blocks(request, num_to_cache)
+        return new_blocks
 
     def is_settled(
         self,

@@ -90,7 +90,7 @@ class PartialHashes:
         span = range(position, position + 1)
         content = None
         if pool.publish_events:
-            content = pool.truth_feed.run(request, span, block_size=hash_block_size, group=group)
+            content = pool.truth_feed.run(request, position, position + 1, hash_block_size, group)
         if block.block_hash is None:
             pool.num_cached_blocks += pool.is_free(block)
             block.block_hash = block_hash

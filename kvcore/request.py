@@ -48,7 +48,6 @@ class Request:
         "outlived_reset",
         "quiet_end",
         "quiet_slots",
-        "quiet_tokens",
         "registered_step",
         "remembered_hit_tokens",
         "request_id",
@@ -93,8 +92,8 @@ class Request:
         # The view's step of the last allocation.
         self.registered_step = 0
         # Growth within these changes no table and no hash: computed tokens with the new
-        # ones, slots, tokens held below. See Session.grow; 0 is always right.
-        self.quiet_end = self.quiet_slots = self.quiet_tokens = 0
+        # ones, and tokens held; slots. See Session.grow; 0 is always right.
+        self.quiet_end = self.quiet_slots = 0
 
     def append(self, tokens: bytes) -> None:
         """Add ``tokens`` at the end; ``len(tokens)`` is a multiple of 4."""

@@ -188,16 +188,20 @@ class Session:
         cannot tell is asked about each time.
         """
         request_id, num_computed = request.request_id, request.num_computed_tokens
-        config, chain = self.config, request.hash_chain
-        request.quiet_end = request.quiet_slots = config.max_model_len
-        for manager in self.manager.coordinator.managers:
-            slots, end = manager.quiet_limits(request_id, num_computed)
-            request.quiet_slots = min(request.quiet_slots, slots)
-            request.quiet_end = min(request.quiet_end, end)
-        request.quiet_tokens = config.max_request_tokens + 1
+        chain, slots = request.hash_chain, self.config.max_model_len
+        end = min(slots, self.config.max_request_tokens)
         if chain is not None:
-            num_hashed = len(chain.hashes) * chain.block_size
-            request.quiet_tokens = min(request.quiet_tokens, num_hashed + chain.block_size)
+            before_next_hash = (len(chain.hashes) + 1) * chain.block_size - 1
+            if before_next_hash < end:
+                end = before_next_hash
+        registers = chain is not None and not request.outlived_reset
+        for manager in self.manager.coordinator.managers:
+            group_slots, group_end = manager.quiet_limits(request_id, num_computed, registers)
+            if group_slots < slots:
+                slots = group_slots
+            if group_end < end:
+                end = group_end
+        request.quiet_slots, request.quiet_end = slots, end
 
     def forget_unwritten(self, request: Request) -> None:
         """The request did not run: what its last allocation registered holds no bytes.

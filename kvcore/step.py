@@ -226,9 +226,9 @@ class _StepRun:
             end = num_computed + num_new
             num_tokens = request.num_tokens + num_appended
             if (
-                num_computed < end <= request.quiet_end
+                num_computed < end <= (quiet_end := request.quiet_end)
+                and 0 <= num_computed <= num_tokens <= quiet_end
                 and end + lookahead <= request.quiet_slots
-                and 0 <= num_computed <= num_tokens < request.quiet_tokens
                 and (not num_appended or (has_room and offset == request.num_tokens))
                 and (self.budget is None or num_new <= self.budget)
             ):

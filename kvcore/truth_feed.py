@@ -54,34 +54,36 @@ class TruthFeed:
         start, num_blocks = 0, len(blocks)
         while start < num_blocks:
             first = positions[start]
-            stop = min(start + RUN_BLOCKS_MAX, num_blocks)
+            stop = start + RUN_BLOCKS_MAX
+            if stop > num_blocks:
+                stop = num_blocks
             while positions[stop - 1] - first != stop - 1 - start:
                 stop -= 1  # a run has no gaps
-            run = self.run(
-                request,
-                range(first, first + stop - start),
-                block_size=block_size,
-                group=group,
-                hash_ratio=hash_ratio,
-            )
-            for position, block in enumerate(blocks[start:stop]):
+            run = self.run(request, first, first + stop - start, block_size, group, hash_ratio)
+            for position in range(start, stop):
+                block = blocks[position]
                 block.content = run
-                block.content_position = position
+                block.content_position = position - start
             start = stop
 
     def run(
-        self, request: Request, span: range, *, block_size: int, group: int, hash_ratio: int = 1
+        self,
+        request: Request,
+        first: int,
+        stop: int,
+        block_size: int,
+        group: int,
+        hash_ratio: int = 1,
     ) -> StoredRun:
-        """What to say of the blocks at ``span`` of the request's table."""
+        """What to say of the blocks ``first`` to ``stop`` of the request's table."""
         hashes = request.block_hashes
-        first, stop = span.start, span.stop
         return StoredRun(
-            self._kind(group, block_size),
+            self._kinds.get((group, block_size)) or self._kind(group, block_size),
             hashes[first * hash_ratio - 1] if first else None,
             hashes[(first + 1) * hash_ratio - 1 : stop * hash_ratio : hash_ratio],
             request.token_bytes(first * block_size, stop * block_size),
             (
-                [request.extra_keys_of(position, block_size) for position in span]
+                [request.extra_keys_of(position, block_size) for position in range(first, stop)]
                 if request.has_extra_keys
                 else None
             ),

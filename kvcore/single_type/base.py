@@ -212,15 +212,21 @@ class SingleTypeKVCacheManager(ABC):
         num_skipped = self.get_num_skipped_tokens(num_computed_tokens) // block_size
         return num_skipped <= 0 or not table or table[min(num_skipped, len(table)) - 1].is_null
 
-    def quiet_limits(self, request_id: str, num_computed_tokens: int) -> tuple[int, int]:
+    def quiet_limits(
+        self, request_id: str, num_computed_tokens: int, registers: bool
+    ) -> tuple[int, int]:
         """Up to how many slots, and how many computed and new tokens, is_settled holds.
 
         From a successful allocation at ``num_computed_tokens`` on, while the table is not
-        cut and no later window is asked for. (0, 0), which says nothing, is always right,
-        and is what a manager answers that has an is_settled of its own.
+        cut and no later window is asked for. ``registers``: full blocks become hits.
+        (0, 0), which says nothing, is always right, and is what a manager answers that has
+        an is_settled of its own.
         """
         block_size = self.block_size
-        end = (self.num_cached_blocks.get(request_id, 0) + 1) * block_size - 1
+        num_slots = len(self.req_to_blocks.get(request_id, ())) * block_size
+        end = num_slots
+        if registers:
+            end = (self.num_cached_blocks.get(request_id, 0) + 1) * block_size - 1
         if self.recycles:
             # A window moves by a token a token at most, but chunks do not.
             skipped = self.get_num_skipped_tokens(num_computed_tokens)
@@ -228,7 +234,7 @@ class SingleTypeKVCacheManager(ABC):
             if self.get_num_skipped_tokens(last) // block_size > max(0, skipped) // block_size:
                 last = num_computed_tokens
             end = min(end, last + 1)
-        return len(self.req_to_blocks.get(request_id, ())) * block_size, end
+        return num_slots, end
 
     def take_new_block_ids(self) -> list[int]:
         """Ids of the blocks taken since the last call, for zeroing."""

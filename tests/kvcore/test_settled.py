@@ -39,6 +39,7 @@ from kvcore.spec import (
 def never_settled(manager: KVCacheManager) -> None:
     """Have ``manager`` do every growth in full."""
     manager.is_settled = lambda *_, **__: False  # type: ignore[method-assign]
+    manager.coordinator.grows_by_table = False
     for group in manager.coordinator.managers:
         group.quiet_limits = lambda *_: (0, 0)  # type: ignore[method-assign]
 
