@@ -199,12 +199,14 @@ class _StepRun:
             self.index += 1
 
     def _grow(self, count: int) -> None:
-        session, lookahead = self.session, self.step.grow.num_lookahead_tokens
-        by_handle, present_step = session.by_handle, session.view.step
+        session, tokens = self.session, self.step.grow.tokens
+        lookahead = self.step.grow.num_lookahead_tokens
+        find_request, present_step = session.by_handle.get, session.view.step
         first, first_index = self.num_grown, self.index
         self.num_grown = stop = first + count
         appended = self.grow_appended[first:stop]
         has_room = session.num_tokens + sum(appended) <= session.config.max_tokens_per_session
+        has_budget, token_stop = self.budget is not None, self.token_position
         for position, handle, num_computed, num_new, offset, num_appended in zip(
             range(first, stop),
             self.grow_handles[first:stop],
@@ -214,12 +216,12 @@ class _StepRun:
             appended,
             strict=True,
         ):
-            start = self.token_position
-            self.token_position = token_stop = start + TOKEN_BYTES * num_appended
+            token_start = token_stop
+            token_stop += TOKEN_BYTES * num_appended
             if self.stopped:
                 self.grow_outcomes[position] = _NOT_ATTEMPTED
                 continue
-            request = by_handle.get(handle)
+            request = find_request(handle)
             if request is None:
                 self.grow_outcomes[position] = _UNKNOWN_HANDLE
                 continue
@@ -230,22 +232,22 @@ class _StepRun:
                 and 0 <= num_computed <= num_tokens <= quiet_end
                 and end + lookahead <= request.quiet_slots
                 and (not num_appended or (has_room and offset == request.num_tokens))
-                and (self.budget is None or num_new <= self.budget)
+                and not (has_budget and self._exceeds_budget(num_new))
             ):
                 # The usual row, of which there are hundreds: nothing but counts changes.
                 if num_appended:
-                    request.tokens += self.step.grow.tokens[start:token_stop]
+                    request.tokens += tokens[token_start:token_stop]
                     request.num_tokens = num_tokens
                     session.num_tokens += num_appended
                 request.num_computed_tokens = num_computed
                 request.registered_step = present_step
-                if self.budget is not None:
-                    self.budget -= num_new
+                if has_budget:
+                    self._spend(num_new)
                 continue
             self.index = first_index + position - first
             try:
                 outcome = self._grow_in_full(
-                    request, position, self.step.grow.tokens[start:token_stop], lookahead
+                    request, position, tokens[token_start:token_stop], lookahead
                 )
             except KVDepotError as error:
                 outcome = self._invalid(error)
@@ -253,13 +255,14 @@ class _StepRun:
                 self.grow_outcomes[position] = outcome
                 self._refuse()
         self.index = first_index + count
+        self.token_position = token_stop
 
     def _grow_in_full(
         self, request: Request, position: int, tokens: bytes, num_lookahead_tokens: int
     ) -> Outcome:
         session, manager = self.session, self.session.manager
         num_computed, num_new = self.grow_computed[position], self.grow_new[position]
-        if self.budget is not None and num_new > self.budget:
+        if self._exceeds_budget(num_new):
             return _NO_BUDGET
         if tokens:
             offset = self.grow_offsets[position]
@@ -333,6 +336,9 @@ class _StepRun:
             self.free_outcomes.append(outcome)
             self.tickets.append(ticket)
             self.index += 1
+
+    def _exceeds_budget(self, num_tokens: int) -> bool:
+        return self.budget is not None and num_tokens > self.budget
 
     def _spend(self, num_tokens: int) -> None:
         if self.budget is not None:
