@@ -380,10 +380,13 @@ class GrowResults:
         if group >= len(self.counts):
             return []
         ids = int32s(self.ids[group])
-        blocks, start = [], 0
-        for count in int32s(self.counts[group]):
-            blocks.append(ids[start : start + count])
-            start += count
+        counts = int32s(self.counts[group])
+        blocks: list[list[int]] = [[] for _ in counts]
+        start = 0
+        for index, count in enumerate(counts):
+            if count:  # of few: most growth needs no block
+                blocks[index] = ids[start : start + count]
+                start += count
         return blocks
 
 
