@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from kvclient.slots import NULL_BLOCK
 from kvclient.tables import RequestTables
 from kvclient.values import BlockTables, PoolDescription
@@ -26,7 +24,7 @@ class SessionTables:
         self._zeroes = [
             group.kind in _ZEROED_KINDS and group.spec.rswa_window is None for group in groups
         ]
-        self._references: list[Counter[int]] = [Counter() for _ in groups]
+        self._references: list[dict[int, int]] = [{} for _ in groups]
         self._new_block_ids: list[list[int]] = [[] for _ in groups]
 
     def begin(
@@ -50,9 +48,13 @@ class SessionTables:
         tables.grow(new_blocks)
         for group, blocks in enumerate(new_blocks):
             if blocks:
-                self._refer_in(group, blocks, 1)
-                if self._zeroes[group]:
-                    self._new_block_ids[group].extend(blocks)
+                self.note_grown(group, blocks)
+
+    def note_grown(self, group: int, blocks: list[int]) -> None:
+        """As ``grow``, of one group, for who puts the blocks into the table himself."""
+        self._refer_in(group, blocks, 1)
+        if self._zeroes[group]:
+            self._new_block_ids[group].extend(blocks)
 
     def end(self, tables: RequestTables) -> BlockTables:
         """The request holds no tables any more; its blocks stay referenced until ``drop``."""
@@ -71,7 +73,7 @@ class SessionTables:
             while (
                 shares
                 and num_common < len(table)
-                and references[table[num_common]] == self.num_requests
+                and references.get(table[num_common]) == self.num_requests
             ):
                 num_common += 1
             common.append(num_common)
@@ -103,7 +105,7 @@ class SessionTables:
         for block_id in blocks:
             if block_id == NULL_BLOCK:
                 continue
-            num_references = references[block_id] + change
+            num_references = references.get(block_id, 0) + change
             if num_references:
                 references[block_id] = num_references
             else:

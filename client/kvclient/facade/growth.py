@@ -129,22 +129,21 @@ class LazyGrowth:
         tables = known.tables
         assert tables is not None
         new_blocks, table_end = [], NEVER
-        for reserve, table, size in zip(known.reserve, tables.blocks, self._sizes, strict=True):
-            num_blocks = -(-end // size)
-            num_held = len(table)
-            if num_blocks > num_held:
-                given = reserve[: num_blocks - num_held]
-                del reserve[: num_blocks - num_held]
-                new_blocks.append(given)
-                num_held = num_blocks
-            else:
-                new_blocks.append([])
-            if num_held * size < table_end:
-                table_end = num_held * size
-        result = tuple(new_blocks)
-        self._tables.grow(tables, result)
+        for group, (table, size) in enumerate(zip(tables.blocks, self._sizes, strict=True)):
+            missing = -(-end // size) - len(table)
+            given: list[int] = []
+            if missing > 0:
+                reserve = known.reserve[group]
+                given = reserve[:missing]
+                del reserve[:missing]
+                # Nothing but new blocks comes to a table whose blocks follow from tokens.
+                table += given
+                self._tables.note_grown(group, given)
+            new_blocks.append(given)
+            if len(table) * size < table_end:
+                table_end = len(table) * size
         known.table_end = self._unless_last(table_end)
-        return result
+        return tuple(new_blocks)
 
     def _plan(
         self, request: Any, known: KnownRequest, num_computed: int, num_new: int, lookahead: int
