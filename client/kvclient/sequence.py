@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from kvclient import convert
 from kvclient.calls import Call
 from kvclient.errors import FailedPrecondition, KVDepotError, ResourceExhausted, Unavailable
 
 Result = TypeVar("Result")
+
+
+class ReadReply(NamedTuple):
+    """A reply that was read as it came; who asks for the result only takes it."""
+
+    op_seq: int
+    result: Any
 
 
 class Flight(Generic[Result]):
@@ -40,7 +47,11 @@ class Flight(Generic[Result]):
         assert self.is_settled
         if self._error is not None:
             raise self._error
-        return self.call.read(self._reply)
+        reply: Any = self._reply
+        if isinstance(reply, ReadReply):
+            result: Result = reply.result
+            return result
+        return self.call.read(reply)
 
     def settle(self, reply: Any, error: KVDepotError | None) -> None:
         """It was answered, or failed for good."""

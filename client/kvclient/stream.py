@@ -1,7 +1,8 @@
 """StepStream over the synchronous stub: a queue for requests, an iterator of replies.
 
-Replies to Steps that nobody waits for yet are read by a thread; one that is waited for at
-once is read by its caller, which costs a change of threads less.
+Replies to Steps that nobody waits for yet are received and read by a thread, while their
+caller does something else; one that is waited for at once is received by its caller, which
+costs a change of threads less.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from kvclient import calls
+from kvclient import calls, convert
 from kvclient.channel import BACKOFFS_S
 from kvclient.errors import (
     DeadlineExceeded,
@@ -24,7 +25,7 @@ from kvclient.errors import (
     Unavailable,
     unanswered,
 )
-from kvclient.sequence import Flight
+from kvclient.sequence import Flight, ReadReply
 from kvclient.values import Step, StepMark, StepResult
 
 if TYPE_CHECKING:
@@ -273,7 +274,17 @@ class _Connection:
 
     def _read(self) -> None:
         while self._orders.get() is not None:
-            self.replies.put(self._next())
+            self.replies.put(_read(self._next()))
+
+
+def _read(reply: Any) -> Any:
+    """A message, read. One that cannot be is left as it is: its caller has the error."""
+    if reply is None or isinstance(reply, grpc.RpcError):
+        return reply
+    try:
+        return ReadReply(reply.op_seq, convert.step_result(reply))
+    except Exception:
+        return reply
 
 
 def _watch(stream: weakref.ref[StepStream], ended: threading.Event, interval_s: float) -> None:
