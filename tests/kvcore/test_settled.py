@@ -22,6 +22,7 @@ from kvcore.operation import (
     Step,
 )
 from kvcore.request import RequestStatus
+from kvcore.reset import ResetMode
 from kvcore.session import Session
 from kvcore.single_type import FullAttentionManager, registry
 from kvcore.single_type.base import SingleTypeKVCacheManager
@@ -124,16 +125,27 @@ CHUNKED = ChunkedLocalAttentionSpec(4, num_kv_heads=1, head_size=16, attention_c
 
 
 @pytest.mark.parametrize(
-    "specs",
-    [(full(),), (full(), window(5)), (full(), CHUNKED), (window(9),), (full(), mamba("align"))],
-    ids=["full", "full-window", "full-chunks", "window", "full-states"],
+    ("specs", "enable_caching"),
+    [
+        pytest.param((full(),), True, id="full"),
+        pytest.param((full(), window(5)), True, id="full-window"),
+        pytest.param((full(), CHUNKED), True, id="full-chunks"),
+        pytest.param((window(9),), True, id="window"),
+        pytest.param((full(), mamba("align")), True, id="full-states"),
+        pytest.param((full(), window(5)), False, id="full-window-uncached"),
+    ],
 )
 @pytest.mark.parametrize("seed", range(20))
-def test_steps_are_answered_as_in_full(seed: int, specs: tuple[KVCacheSpec, ...]) -> None:
+def test_steps_are_answered_as_in_full(
+    seed: int, specs: tuple[KVCacheSpec, ...], enable_caching: bool
+) -> None:
     random, outcomes = Random(seed), set()
     num_blocks, lag = random.choice([12, 20, 60]), random.randrange(3)
     config = groups_config(
-        num_blocks * len(specs), *specs, max_model_len=random.choice([40, 131_072])
+        num_blocks * len(specs),
+        *specs,
+        max_model_len=random.choice([40, 131_072]),
+        enable_caching=enable_caching,
     )
     depots = [Depot(config) for _ in range(2)]
     sessions = [depot.open_session("") for depot in depots]
@@ -142,8 +154,11 @@ def test_steps_are_answered_as_in_full(seed: int, specs: tuple[KVCacheSpec, ...]
     for number in range(1, 150):
         step = random_step(random, sessions[0], ["a", "b", "c", "d"])
         results = []
+        is_reset = random.random() < 0.02
         for depot, session in zip(depots, sessions, strict=True):
             session.begin(number, max(number - lag, 0))
+            if is_reset:  # what outlives it registers nothing any more
+                depot.reset_prefix_cache(ResetMode.FORCE)
             results.append(depot.step(session, step))
         assert results[0] == results[1]
         outcomes |= set(results[0].grow_outcomes)
