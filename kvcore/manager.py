@@ -308,7 +308,8 @@ class KVCacheManager:
             num_needed, fills = 0, False
             for manager in coordinator.managers:
                 block_size = manager.block_size
-                missing = -(-num_slots // block_size) - len(manager.req_to_blocks[request_id])
+                table = manager.req_to_blocks.get(request_id, ())
+                missing = -(-num_slots // block_size) - len(table)
                 if missing > 0:
                     num_needed += missing
                 if num_to_cache // block_size > manager.num_cached_blocks.get(request_id, 0):
