@@ -301,7 +301,7 @@ def steps_while(
         stream = session.step_stream()
         moving.start()
         try:
-            while moving.is_alive():
+            while moving.is_alive() or not samples:
                 began = perf_counter()
                 stream.call(Step(runs=[]))
                 samples.append(perf_counter() - began)
