@@ -221,10 +221,6 @@ class KVCacheManager:
             and not reserved_blocks
             and not num_encoder_tokens
         ):
-            if self.is_settled(
-                request, request.num_computed_tokens, num_new_tokens, num_lookahead_tokens
-            ):
-                return empty
             return self.grow(request, num_new_tokens, num_lookahead_tokens)
         coordinator = self.coordinator
         pool = self.block_pool
@@ -316,6 +312,8 @@ class KVCacheManager:
                     fills = True
             takes = num_needed > 0
         else:
+            if self.is_settled(request, before, num_new_tokens, num_lookahead_tokens):
+                return self.empty_kv_cache_blocks
             takes, fills = True, num_to_cache > 0
             num_needed = coordinator.get_num_blocks_to_allocate(
                 request_id, num_slots, self.empty_kv_cache_blocks.blocks, before, num_main

@@ -15,6 +15,9 @@ from kvclient.errors import FailedPrecondition, KVDepotError, ResourceExhausted,
 
 Result = TypeVar("Result")
 
+_BEFORE_THE_NUMBER = ("TOO_MANY_STREAMS", "UNREAD_REPLIES")
+"""Why the server refuses what it has not looked at: such a call stays in flight."""
+
 
 class ReadReply(NamedTuple):
     """A reply that was read as it came; who asks for the result only takes it."""
@@ -108,6 +111,8 @@ class Sequence:
             else:
                 self._settled(None, error)
                 self._renumber(first)
+        elif error.reason in _BEFORE_THE_NUMBER:
+            pass
         elif error.answered and not isinstance(error, Unavailable):
             self._unsure = False
             self._settled(None, error)

@@ -243,6 +243,12 @@ class ServerConfig:
     max_connections: int = option(
         4096, integer(1, 1 << 20), "connections of clients; more are closed at once", "N"
     )
+    connection_idle_seconds: float = option(
+        600.0,
+        real(1.0, 86_400),
+        "a connection without calls is closed after so long; clients connect again by themselves",
+        "SECONDS",
+    )
     max_calls_per_connection: int = option(
         4096,
         integer(1, 1 << 20),
@@ -251,9 +257,9 @@ class ServerConfig:
     )
     max_unread_bytes: int = option(
         256 << 20,
-        integer(0, 1 << 40),
+        num_bytes(0, 1 << 40),
         "bytes of replies that clients have not taken; beyond, whose connection has some gets "
-        "no more",
+        "no more large ones",
         "BYTES",
     )
     reply_window: int = option(
@@ -296,7 +302,7 @@ class ServerConfig:
     )
     pull_heartbeat_seconds: float = option(
         5.0,
-        real(0.01, 3600),
+        real(0.1, 3600),
         "time between the heartbeats of the process that serves PullBlocks; one that is silent "
         "for three of them is killed, and another started",
         "SECONDS",

@@ -15,7 +15,10 @@ PREFIX = "KVDEPOT_"
 # The file of options, and the server that the client's commands ask.
 _NO_OPTIONS = (PREFIX + "CONFIG", PREFIX + "SERVER")
 # Of the builds and tests of kvdepot itself.
-_OF_TESTS = (PREFIX + "ORACLE_", PREFIX + "SOAK_", PREFIX + "TRACE")
+_OF_TESTS = tuple(
+    PREFIX + name
+    for name in ("ORACLE_VENV", "ORACLE_SEEDS", "ORACLE_FIRST_SEED", "SOAK_SECONDS", "TRACE")
+)
 # What Kubernetes sets in every pod of a namespace for a Service called kvdepot or
 # kvdepot-ANYTHING ("service links").
 _SERVICE_LINK = re.compile(
@@ -63,6 +66,6 @@ def unknown(environ: Mapping[str, str], names: Iterable[str]) -> list[str]:
         for variable in environ
         if variable.startswith(PREFIX)
         and variable not in known
-        and not variable.startswith(_OF_TESTS)
+        and variable not in _OF_TESTS
         and not _SERVICE_LINK.fullmatch(variable)
     ]

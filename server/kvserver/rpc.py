@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
@@ -16,7 +17,7 @@ from google.protobuf.message import Message
 
 from kvcore.errors import ResourceExhausted
 from kvserver.errors import Failure, failure
-from kvserver.unread import LARGE_BYTES, UnreadReplies
+from kvserver.unread import LARGE_BYTES, SMALL, UnreadReplies
 
 Request = TypeVar("Request", bound=Message)
 # Subscripted for the type checker only: grpc's own classes are not generic.
@@ -52,7 +53,7 @@ class RpcCounts:
 class Rpcs:
     """Makes the handlers of one server; ``counts`` holds one entry a method."""
 
-    def __init__(self, epoch: str, *, streams_max: int, unread_bytes_max: int = 0) -> None:
+    def __init__(self, epoch: str, *, streams_max: int, unread_bytes_max: float = math.inf) -> None:
         self.counts: dict[str, RpcCounts] = {}
         # Open now, of all methods together.
         self.num_streams = 0
@@ -90,13 +91,15 @@ class Rpcs:
         self, method: str, request: type[Request], answer: Callable[[Request], bytes]
     ) -> Handler:
         """A unary RPC that ``answer`` answers synchronously, with serialized bytes."""
+        may_be_large = method not in SMALL
         counts, unread = self.count(method), self.unread
         parse = request.FromString
 
         async def call(raw: bytes, context: Context) -> bytes:
             began = perf_counter()
             try:
-                unread.require_room(context)
+                if may_be_large:
+                    unread.require_room(context)
                 reply = answer(parse(raw))
             except Exception as error:
                 failed = self.failure(error, method)

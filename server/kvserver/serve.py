@@ -254,6 +254,8 @@ def _channel_options(config: ServerConfig) -> list[tuple[str, int]]:
         # What is beyond waits in the client, which is told the number when it connects.
         ("grpc.max_concurrent_streams", config.max_calls_per_connection),
         ("grpc.max_allowed_incoming_connections", config.max_connections),
+        # Else whoever connects and asks nothing could keep the others out.
+        ("grpc.max_connection_idle_ms", round(config.connection_idle_seconds * 1000)),
         # Bursts are queued, not cancelled.
         ("grpc.server.max_pending_requests", 1 << 20),
         # Clients may ping every 10 s, idle or not.

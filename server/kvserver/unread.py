@@ -14,14 +14,23 @@ if TYPE_CHECKING:
 LARGE_BYTES = 16 << 10
 """A smaller reply takes less than its call does; those are bounded by their number."""
 
+SMALL = frozenset(
+    {
+        *("OpenSession", "KeepAlive", "CloseSession", "CacheBlocks", "Free", "ReturnBlocks"),
+        *("GetStats", "Drain", "RenewTransfer", "CloseTransfer", "Check"),
+    }
+)
+"""RPCs whose replies are never large: what keeps a session alive and gives back goes on."""
+
 
 class UnreadReplies:
     """Bytes of large replies, by connection. Beyond ``nbytes_max``, who has any gets no more.
 
-    So the others go on, each with one large reply at least.
+    So the others go on, each with one large reply at least. Clients of the Unix socket
+    cannot be told apart, nor can those behind one proxy: they count as one connection.
     """
 
-    def __init__(self, nbytes_max: int) -> None:
+    def __init__(self, nbytes_max: float) -> None:
         self.nbytes = 0
         self._nbytes_max = nbytes_max
         self._by_peer: Counter[str] = Counter()

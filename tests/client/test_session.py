@@ -320,6 +320,10 @@ def _answered(error: KVDepotError) -> KVDepotError:
         pytest.param(_answered(Unavailable("", reason="X")), True, 1, id="the-server-stops"),
         pytest.param(DeadlineExceeded("", reason="X"), True, 1, id="late"),
         pytest.param(ResourceExhausted("", reason="X"), False, 2, id="too-large-perhaps-done"),
+        *(
+            pytest.param(_answered(ResourceExhausted("", reason=reason)), True, 1, id=reason)
+            for reason in ("TOO_MANY_STREAMS", "UNREAD_REPLIES")
+        ),
         pytest.param(
             FailedPrecondition("", reason="X", expected_op_seq=2), False, 2, id="done-and-forgotten"
         ),

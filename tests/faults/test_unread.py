@@ -16,6 +16,7 @@ from serving import Serve, Served, tokens
 
 STEP_STREAM = "/kvdepot.v1.KVCacheService/StepStream"
 LIST_REQUESTS = "/kvdepot.v1.KVAdminService/ListRequests"
+GET_STATS = "/kvdepot.v1.KVAdminService/GetStats"
 _DATA, _HEADERS, _RST_STREAM, _SETTINGS = 0, 1, 3, 4
 _END_STREAM, _END_HEADERS = 1, 4
 _INITIAL_WINDOW_SIZE = 4
@@ -115,6 +116,10 @@ def test_replies_that_nobody_reads_are_few(crowded: Served) -> None:
             codes = answered(crowded) - before
             assert codes == {"OK": num_held, "RESOURCE_EXHAUSTED": 50 - num_held}
             assert unread.nbytes <= (1 << 20) + size
+            # What is small is answered here, too: leases are kept, blocks given back.
+            asked = answered(crowded, "GetStats")
+            client.call(GET_STATS, b"")
+            eventually(lambda asked=asked: answered(crowded, "GetStats") - asked == {"OK": 1})
             # Another connection is answered, small or large, again and again.
             for _ in range(20):
                 assert crowded.stats().num_requests == 100

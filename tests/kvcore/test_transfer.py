@@ -79,7 +79,7 @@ def test_a_refusal_says_what_transfers_and_imports_keep() -> None:
     here = cached(depot, session, "a", range(13))
     transfer = open_hashes(depot, here)
     found = depot.imports.begin_hashes("peer", [GroupHashes(0, [bytes(32)])])
-    depot.imports.take(found, {0: [True]})
+    depot.imports.take(found, {0: (0, [True])})
     admit(depot, session, "b", range(50, 58))
     refused = depot.allocate_slots(session, SlotRequest("c", content(range(80, 100)), lookup=True))
     assert refused.outcome is Outcome.NO_FIT

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from kvserver import headroom
-from kvserver.config import ConfigError, is_loopback, split_address
+from kvserver.config import ConfigError, ServerConfig, is_loopback, split_address
 from kvserver.sources import parse
 
 
@@ -255,3 +256,9 @@ def test_a_device_is_a_rank() -> None:
     assert parse(flags[:2], {}).depot_config().tensor_parallel_size == 2
     assert config.medium == "GPU"
     assert parse([], {}).depot_config().medium == "CPU"
+
+
+def test_every_number_of_bytes_takes_units() -> None:
+    for option in fields(ServerConfig):
+        if option.metadata.get("metavar") == "BYTES" and option.default:
+            assert option.metadata["parse"](f"{option.default / 1024}KiB") == option.default

@@ -232,15 +232,17 @@ def test_a_second_signal_skips_the_grace(start: Start) -> None:
         ),
     ],
 )
-def test_a_configuration_error_is_one_line(flags: list[str], named: str) -> None:
+def test_a_configuration_error_is_one_line(flags: list[str], named: str, tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "kvserver", *flags],
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
-        # Whatever else listens here.
-        env=environment() | {"KVDEPOT_LISTEN": "127.0.0.1:0", "KVDEPOT_NO_METRICS": "true"},
+        # Whatever else listens here, and whoever died here and left a pool.
+        env=environment()
+        | {"KVDEPOT_LISTEN": "127.0.0.1:0", "KVDEPOT_NO_METRICS": "true"}
+        | {"KVDEPOT_MAPPING_DIR": str(tmp_path)},
     )
     assert ended.returncode == 2
     assert named in ended.stderr

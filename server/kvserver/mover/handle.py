@@ -187,14 +187,18 @@ class MoverHandle:
         pause = _PAUSE_SECONDS
         while True:
             began = time.monotonic()
-            watching = asyncio.ensure_future(self._watch(child))
+            watching: asyncio.Task[None] | None = None
             try:
                 while (message := await child.receive()) is not None:
                     self._hear(message)
+                    # Not before: while NIXL pins a large pool, nothing else may run there.
+                    if message["op"] == "complete":
+                        watching = asyncio.ensure_future(self._watch(child))
             except Exception:
                 logger.exception("what the process that serves PullBlocks says is not understood")
             finally:
-                watching.cancel()
+                if watching is not None:
+                    watching.cancel()
             self._serving = None
             self._reach = pb.Reach(host_id=self._host_id, data_address=self._data_address())
             try:

@@ -225,6 +225,7 @@ async def _serve(channel: Channel, start: Message) -> None:
     async def offer() -> None:
         if (offered := await serving.offer_nixl(start["nixl_devices"])) is not None:
             channel.send(op="nixl", **offered)
+        channel.send(op="complete")
 
     # Peers are served while it is loaded, which takes a second.
     offering = asyncio.ensure_future(offer())
