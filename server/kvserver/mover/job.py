@@ -199,11 +199,7 @@ class Job:
         if self._stopped.is_set():
             raise Stopped
         if left <= 0:
-            raise kvcore.errors.Unavailable(
-                "did not answer within the import's deadline",
-                reason="DEADLINE_EXCEEDED",
-                retryable=True,
-            )
+            raise _too_late("did not answer within the import's deadline")
         return left
 
     # --- what to copy, and how --------------------------------------------------------
@@ -267,7 +263,8 @@ class Job:
         try:
             taken = self._given.get(timeout=self._seconds_left())
         except Empty:
-            taken = None
+            why = "no blocks were taken for what it has within the import's deadline"
+            raise _too_late(why) from None
         if taken is None:
             raise Stopped
         return taken
@@ -358,3 +355,7 @@ class Job:
             },
             "failures": [list(failure) for failure in self._failures],
         }
+
+
+def _too_late(message: str) -> kvcore.errors.Unavailable:
+    return kvcore.errors.Unavailable(message, reason="DEADLINE_EXCEEDED", retryable=True)

@@ -1,0 +1,92 @@
+"""An import alone, without the process that runs it and the node that asked for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvserver.mover.importer import Importer
+from kvserver.mover.job import GRPC, Job
+from kvserver.mover.store import open_store
+from moving import FAILED, IMPORTED, MovingNode, block_hash, moving, pairs
+
+# Ten blocks are two parts.
+IMPORTER = {"bandwidth_bytes": 0, "nixl_devices": "none", "part_blocks": 5, "part_bytes": 1 << 20}
+FIVE, NONE = bytes([IMPORTED]) * 5, bytes([FAILED]) * 5
+Say = Callable[[Job, dict[str, Any]], None]
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[MovingNode, MovingNode]]:
+    with moving(tmp_path_factory.mktemp("nodes")) as start:
+        source, here = start(nixl_devices="none"), start(nixl_devices="none")
+        source.fill(1)
+        yield source, here
+
+
+class Alone:
+    """Ten blocks, by the stream; ``heard`` is called with all that is said."""
+
+    def __init__(self, nodes: tuple[MovingNode, MovingNode], heard: Say, *, takes: bool) -> None:
+        self.source, self.here = nodes
+        self.source.reset()
+        self.here.fill(2)
+        self.said: list[dict[str, Any]] = []
+        self._heard = heard
+        message = {
+            "job": 1,
+            "peer": self.source.target,
+            "fingerprint": "",
+            "groups": [
+                {
+                    "group": 0,
+                    "hashes": [block_hash(0, theirs) for theirs, _ in pairs(range(1, 11), 1)],
+                    "ids": [0 if takes else ours for _, ours in pairs(range(1, 11), 1)],
+                }
+            ],
+            "paths": [GRPC],
+            "checksums": False,
+            "contents": False,
+            "takes": takes,
+            "deadline": 20.0,
+        }
+        importer = Importer(IMPORTER, self.here.pool, open_store(self.here.pool))
+        self.job = Job(importer, message, self._say)
+
+    def _say(self, **told: Any) -> None:
+        self.said.append(told)
+        self._heard(self.job, told)
+
+    def run(self) -> dict[str, Any]:
+        """Its last word."""
+        self.job.run()
+        return self.said[-1]
+
+
+@pytest.mark.parametrize("late", [1, 2])
+def test_blocks_that_are_taken_too_late(nodes: tuple[MovingNode, MovingNode], late: int) -> None:
+    """What came before counts; if nothing did, the error says what it was."""
+    found: list[Any] = []
+
+    def take(job: Job, told: dict[str, Any]) -> None:
+        if told["op"] != "found":
+            return
+        found.append(told)
+        if len(found) == late:
+            job._ends_at = time.monotonic() + 0.1
+        else:
+            job.give({0: [2, 3, 4, 5, 6]})
+
+    alone = Alone(nodes, take, takes=True)
+    last = alone.run()
+    if late == 1:
+        assert (last["op"], last["kind"]) == ("error", "Unavailable")
+        assert (last["reason"], last["retryable"]) == ("DEADLINE_EXCEEDED", True)
+        return
+    assert last["op"] == "report"
+    assert (last["statuses"], last["blocks"]) == ({0: FIVE + NONE}, 5)
+    assert any(reason.startswith("DEADLINE_EXCEEDED: ") for _, reason in last["failures"])
+    assert alone.here.read(0, 2) == alone.source.read(0, 1)
