@@ -121,6 +121,9 @@ def test_from_device_to_device(made: Any, layouts: tuple[str, str], num_ranks: i
     here.devices.copy_from(source.devices, 1, [5, 31, 2], [1, 2, 3])
     for theirs, ours in ((5, 1), (31, 2), (2, 3)):
         assert here.read(1, ours) == source.read(1, theirs)
+    # By way of no memory of the host, of which the pinned kind is dear.
+    staging = [*source.devices._staging, *here.devices._staging]
+    assert not any("here" in vars(area) for area in staging)
 
 
 def test_more_than_is_staged_at_once(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,6 +235,47 @@ def test_an_import_between_devices_of_one_host(
     finally:
         shown.file.path = path
     assert (report["path"], report["failures"]) == (MAPPING, [])
+    assert report["statuses"] == {0: bytes([IMPORTED]) * 20}
+    for number in range(20):
+        assert ranks.read(0, 30 - number) == peer.read(0, 1 + number)
+
+
+@pytest.mark.parametrize(
+    ("where", "num_copied"),
+    [("open", 0), ("copy", 0), ("copy", 1)],
+    ids=["opened", "first copy", "later copy"],
+)
+def test_what_torch_raises_leaves_the_stream(
+    made: Any, peer: MovingNode, monkeypatch: pytest.MonkeyPatch, where: str, num_copied: int
+) -> None:
+    peer.reset()
+    ranks = made(seed=5)
+    shown = peer.pool.mappings[0]
+    path = shown.file.path
+    tensor = torch.from_file(path, shared=True, size=shown.num_bytes, dtype=torch.uint8)
+    copies: list[Any] = []
+
+    def opened(_: Any) -> list[Any]:
+        if where == "open":
+            raise torch.OutOfMemoryError("CUDA out of memory\nand much more")
+        return [tensor]
+
+    def copy_from(*arguments: Any) -> None:
+        if len(copies) == num_copied:
+            raise torch.OutOfMemoryError("CUDA out of memory\nand much more")
+        copies.append(arguments)
+        PoolDevices.copy_from(ranks.devices, *arguments)
+
+    monkeypatch.setattr(mapping, "open_devices", opened)
+    monkeypatch.setattr(ranks.devices, "copy_from", copy_from)
+    shown.cuda_ipc.device_uuid = "GPU"
+    try:
+        report = run_import(ranks, peer)
+    finally:
+        shown.file.path = path
+    ((failed, reason),) = report["failures"]
+    assert (failed, report["path"]) == (MAPPING, GRPC)
+    assert reason == "the device: OutOfMemoryError: CUDA out of memory"
     assert report["statuses"] == {0: bytes([IMPORTED]) * 20}
     for number in range(20):
         assert ranks.read(0, 30 - number) == peer.read(0, 1 + number)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from kvclient import convert_pool
@@ -49,15 +51,26 @@ class _Group:
 
 
 class _Staging:
-    """Blocks of one rank on their way: on the device, and in memory that it copies fast."""
+    """Blocks of one rank on their way: on the device, and in memory that it copies fast.
+
+    That memory is pinned, and of no use between devices: it is made when first asked for.
+    """
 
     def __init__(self, device: Any, nbytes: int) -> None:
         import torch
 
         self.there = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self.here = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        array: Any = self.here.numpy()
-        self.view = memoryview(array)
+
+    @cached_property
+    def here(self) -> Any:
+        import torch
+
+        pinned = self.there.device.type == "cuda"
+        return torch.empty(self.there.numel(), dtype=torch.uint8, pin_memory=pinned)
+
+    @cached_property
+    def view(self) -> memoryview:
+        return memoryview(self.here.numpy())
 
 
 class PoolDevices:
@@ -109,7 +122,7 @@ class PoolDevices:
         """As Store's."""
         size = self._rank_bytes[group]
         for begin, end in self._steps(group, len(block_ids)):
-            with self._lock:
+            with self._writing():
                 for rank, staging in enumerate(self._staging):
                     host = staging.view
                     for number, block in enumerate(data[begin:end]):
@@ -119,20 +132,18 @@ class PoolDevices:
                     there = self._words(staging.there, group, end - begin)
                     there.copy_(self._words(staging.here, group, end - begin))
                     self._scatter(rank, group, block_ids[begin:end], there)
-                self._synchronize()
 
     def copy_from(
         self, peer: PoolDevices, group: int, sources: Sequence[int], destinations: Sequence[int]
     ) -> None:
         """Blocks of ``peer`` into ours, from device to device, in whichever layouts."""
         for begin, end in self._steps(group, len(sources)):
-            with self._lock:
+            with self._writing():
                 for rank, staging in enumerate(self._staging):
                     gathered = peer._gather(rank, group, sources[begin:end])
                     there = self._words(staging.there, group, end - begin)
                     there.copy_(gathered.view(there.dtype))
                     self._scatter(rank, group, destinations[begin:end], there)
-                self._synchronize()
 
     # --- one rank ---------------------------------------------------------------------
 
@@ -187,10 +198,18 @@ class PoolDevices:
 
         return torch.tensor(list(block_ids), dtype=torch.int64, device=self._tensors[rank].device)
 
-    def _synchronize(self) -> None:
-        """What was written is there, for every process."""
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Afterwards what was written is there, for every process: none lands later.
+
+        Also of what failed: its other half may be on its way.
+        """
         import torch
 
-        for tensor in self._tensors:
-            if tensor.device.type == "cuda":
-                torch.cuda.synchronize(tensor.device)
+        with self._lock:
+            try:
+                yield
+            finally:
+                for tensor in self._tensors:
+                    if tensor.device.type == "cuda":
+                        torch.cuda.synchronize(tensor.device)

@@ -69,15 +69,19 @@ def _copy_on_devices(task: Task, ours: PoolDevices) -> None:
     """The peer's devices are mapped by CUDA IPC for as long as this takes."""
     if len(task.peer_pool.mappings) != ours.num_ranks:
         raise PathFailed("the peer's pool has another number of ranks than ours")
-    theirs = PoolDevices(task.peer_pool, open_devices(task.peer_pool))
-    for copy in task.copies:
-        if not len(copy.left()):
-            continue
-        sums = task.sums(copy)
-        for batch in task.batches(copy, BATCH_BYTES):
-            sources, destinations = copy.source_ids[batch], copy.destination_ids[batch]
-            ours.copy_from(theirs, copy.group, sources.tolist(), destinations.tolist())
-            task.arrived(copy, batch, sums)
+    try:
+        theirs = PoolDevices(task.peer_pool, open_devices(task.peer_pool))
+        for copy in task.copies:
+            if not len(copy.left()):
+                continue
+            sums = task.sums(copy)
+            for batch in task.batches(copy, BATCH_BYTES):
+                sources, destinations = copy.source_ids[batch], copy.destination_ids[batch]
+                ours.copy_from(theirs, copy.group, sources.tolist(), destinations.tolist())
+                task.arrived(copy, batch, sums)
+    except RuntimeError as error:  # whatever CUDA refuses; torch.OutOfMemoryError is one
+        first = (str(error).splitlines() or [""])[0]
+        raise PathFailed(f"the device: {type(error).__name__}: {first}") from error
 
 
 def copy_rows(source: Any, sources: Any, destination: Any, destinations: Any) -> None:
