@@ -85,7 +85,8 @@ def imported_content(message: pb.BlockContent, block_hash: bytes) -> ImportedCon
         return None
     keys = stored.extra_keys[0].keys if stored.extra_keys else ()
     return ImportedContent(
-        stored.parent_block_hash or None,
+        # An empty one is of no block: not the start of a chain, as none at all is.
+        stored.parent_block_hash if stored.HasField("parent_block_hash") else None,
         stored.token_ids,
         tuple(map(_extra_key, keys)) or None if keys else None,
         stored.lora_id if stored.HasField("lora_id") else None,

@@ -302,6 +302,15 @@ def test_content_that_cannot_be_told_is_not_registered(wrong: ImportedContent | 
     assert states(depot) == {"free": 8}
 
 
+def test_an_empty_parent_is_one_that_is_not_here() -> None:
+    depot = make_depot(9)
+    hashes, contents = chain(depot, range(8))
+    wrong = [entry._replace(parent_hash=b"") for entry in contents]
+    result = depot.imports.finish(begin(depot, hashes), filled(wrong))
+    assert list(result.statuses[0]) == [NOT_ATTEMPTED] * 2
+    assert states(depot) == {"free": 8}
+
+
 def test_a_reset_by_lora_and_salt_finds_what_was_imported() -> None:
     depot = make_depot(9)
     hashes, contents = chain(depot, range(8))
