@@ -16,6 +16,8 @@ from kvserver.mover.peer import Peer
 
 # What a peer says that opens no transfer of so many blocks, but may of fewer.
 _TOO_LARGE = frozenset(("TOO_MANY_BLOCKS", "TOO_MANY_CONTENTS", "CONTENTS_TOO_LARGE"))
+# What it says that is asked for two at a time, and has room for one, maybe.
+_TOO_MANY = "TOO_MANY_TRANSFERS"
 _CLOSE_SECONDS = 1.0
 
 
@@ -43,7 +45,7 @@ class Opening:
         self._seconds_left = seconds_left
 
     def opened(self) -> Generator[tuple[Part, Lease], None, None]:
-        """Each part with its transfer, which is to be closed. Close the iterator."""
+        """Each part with its transfer, to be closed before the next. Close the iterator."""
         executor = ThreadPoolExecutor(1, "kvdepot-open")  # starts a thread when it is needed
         ahead: Future[tuple[Part, Lease]] | None = None
         try:
@@ -53,14 +55,23 @@ class Opening:
                 yield part, lease
                 if ahead is None:
                     return
-                (part, lease), ahead = ahead.result(), None
+                try:
+                    part, lease = ahead.result()
+                except kvclient.errors.ResourceExhausted as error:
+                    if error.reason != _TOO_MANY:
+                        raise
+                    part, lease = self._open_next()  # the one before it is closed by now
+                ahead = None
         finally:
             if ahead is not None:  # nobody wants it any more, and nobody waits for it
                 executor.submit(_close_unused, ahead)
             executor.shutdown(wait=False)
 
     def _open_next(self) -> tuple[Part, Lease]:
-        """A peer that finds the part too large is asked for half of it."""
+        """A peer that finds the part too large is asked for half of it.
+
+        One that is refused for another reason is the next again.
+        """
         while True:
             part = self._waiting.popleft()
             try:
@@ -68,6 +79,7 @@ class Opening:
             except kvclient.errors.ResourceExhausted as error:
                 halves = part.halves() if error.reason in _TOO_LARGE else None
                 if halves is None:
+                    self._waiting.appendleft(part)
                     raise
                 self._waiting.extendleft(reversed(halves))
 
