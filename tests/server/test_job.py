@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvserver.mover import stream
 from kvserver.mover.importer import Importer
 from kvserver.mover.job import GRPC, Job
 from kvserver.mover.store import open_store
@@ -90,3 +91,21 @@ def test_blocks_that_are_taken_too_late(nodes: tuple[MovingNode, MovingNode], la
     assert (last["statuses"], last["blocks"]) == ({0: FIVE + NONE}, 5)
     assert any(reason.startswith("DEADLINE_EXCEEDED: ") for _, reason in last["failures"])
     assert alone.here.read(0, 2) == alone.source.read(0, 1)
+
+
+def test_a_lease_that_was_lost_is_no_fault_of_the_path(
+    nodes: tuple[MovingNode, MovingNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = stream.run
+    tasks: list[Any] = []
+
+    def lose_the_first(task: Any) -> None:
+        tasks.append(task)
+        if len(tasks) == 1:
+            task.lease.lost = "NOT_FOUND: the lease could not be renewed"
+        run(task)
+
+    monkeypatch.setattr(stream, "run", lose_the_first)
+    last = Alone(nodes, lambda *_: None, takes=False).run()
+    assert last["statuses"] == {0: NONE + FIVE}
+    assert last["failures"] == [[GRPC, "NOT_FOUND: the lease could not be renewed"]]

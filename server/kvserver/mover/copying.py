@@ -84,7 +84,7 @@ class Task:
         self.until = until
         self._bucket = bucket
         self._stopped = stopped
-        self._lease = lease
+        self.lease = lease
         self._progress = progress
         self._told_at = 0.0
 
@@ -92,8 +92,8 @@ class Task:
         """Before ``num_bytes`` are copied: waits if that is too fast. Raises to end the copy."""
         if self._stopped.wait(self._bucket.delay(num_bytes)):
             raise Stopped
-        if self._lease.lost:
-            raise PathFailed(self._lease.lost)
+        if self.lease.lost:
+            raise PathFailed(self.lease.lost)
         if self.seconds_left() <= 0:
             raise PathFailed("DEADLINE_EXCEEDED: the import has had its time")
 

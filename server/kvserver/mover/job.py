@@ -158,7 +158,7 @@ class Job:
             copies = self._copies(part, opened, pool, spans_of(pool))
             task = self._task(pool, lease, copies)
             for path, offered, run in self._ways(task):
-                if all(copy.done.all() for copy in copies):
+                if lease.lost or all(copy.done.all() for copy in copies):
                     break
                 if offered():
                     self._try(path, run, task)
@@ -321,19 +321,22 @@ class Job:
         return agent is not None and agent.offered
 
     def _try(self, path: pb.TransferPath, run: Callable[[], None], task: Task) -> None:
-        """Copy by one path. One that fails is not tried again."""
+        """Copy by one path. One that fails is not tried again, unless the part's lease did."""
         self._path = path
         task.num_bad = 0
+        failure: str | None = None
         try:
             run()
         except PathFailed as failed:
-            self._fail(path, str(failed))
-            self._paths.remove(path)
+            failure = str(failed)
         except _REFUSED as error:
             if self._stopped.is_set():
                 raise Stopped from None
-            self._fail(path, f"{error.reason}: {error.message}")
-            self._paths.remove(path)
+            failure = f"{error.reason}: {error.message}"
+        if failure is not None:
+            self._fail(path, failure)
+            if not task.lease.lost:
+                self._paths.remove(path)
         self._num_bad[path] += task.num_bad
 
     def _report(self) -> Message:
