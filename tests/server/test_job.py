@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvserver.mover import stream
+from kvdepot.v1 import transfer_pb2 as pb
+from kvserver.mover import copying, mapping, stream
 from kvserver.mover.importer import Importer
-from kvserver.mover.job import GRPC, Job
+from kvserver.mover.job import GRPC, MAPPING, Job
 from kvserver.mover.store import open_store
 from moving import FAILED, IMPORTED, MovingNode, block_hash, moving, pairs
 
@@ -29,9 +30,16 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[MovingNode
 
 
 class Alone:
-    """Ten blocks, by the stream; ``heard`` is called with all that is said."""
+    """Ten blocks; ``heard`` is called with all that is said."""
 
-    def __init__(self, nodes: tuple[MovingNode, MovingNode], heard: Say, *, takes: bool) -> None:
+    def __init__(
+        self,
+        nodes: tuple[MovingNode, MovingNode],
+        heard: Say,
+        *,
+        takes: bool,
+        path: pb.TransferPath = GRPC,
+    ) -> None:
         self.source, self.here = nodes
         self.source.reset()
         self.here.fill(2)
@@ -48,7 +56,7 @@ class Alone:
                     "ids": [0 if takes else ours for _, ours in pairs(range(1, 11), 1)],
                 }
             ],
-            "paths": [GRPC],
+            "paths": [path],
             "checksums": False,
             "contents": False,
             "takes": takes,
@@ -109,3 +117,26 @@ def test_a_lease_that_was_lost_is_no_fault_of_the_path(
     last = Alone(nodes, lambda *_: None, takes=False).run()
     assert last["statuses"] == {0: NONE + FIVE}
     assert last["failures"] == [[GRPC, "NOT_FOUND: the lease could not be renewed"]]
+
+
+def test_progress_never_goes_back(
+    nodes: tuple[MovingNode, MovingNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not if the peer does not vouch for the first part; the report has what counts."""
+    monkeypatch.setattr(copying, "_PROGRESS_SECONDS", -1.0)  # all is told
+    monkeypatch.setattr(mapping, "BATCH_BYTES", 1)  # block by block
+    source, _ = nodes
+    alone = Alone(nodes, lambda *_: None, takes=False, path=MAPPING)
+    closed: list[str] = []
+
+    def lose_the_first() -> None:
+        closed.append("")
+        if len(closed) == 1:
+            source.transfers.discard(source.opened[0])
+
+    source.on_close = lose_the_first
+    last = alone.run()
+    assert (last["statuses"], last["blocks"]) == ({0: NONE + FIVE}, 5)
+    told = [(each["blocks"], each["bytes"]) for each in alone.said if each["op"] == "progress"]
+    assert told == sorted(told)
+    assert told[-1] == (5, last["bytes"])

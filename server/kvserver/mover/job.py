@@ -84,6 +84,8 @@ class Job:
         ]
         self._contents_came = [pb.GroupBlocks() for _ in self._groups]
         self._num_blocks = self._num_bytes = self._num_parts = 0
+        # Of the blocks and bytes so far: a part may turn out not to count, but nobody is told less.
+        self._told_blocks = self._told_bytes = 0
         # By path and why, each once.
         self._failures: dict[tuple[int, str], None] = {}
         self._num_bad: Counter[int] = Counter()
@@ -276,11 +278,13 @@ class Job:
         copies: Sequence[Copy],
     ) -> Task:
         def progress(num_blocks: int, num_bytes: int) -> None:
+            self._told_blocks = max(self._told_blocks, self._num_blocks + num_blocks)
+            self._told_bytes = max(self._told_bytes, self._num_bytes + num_bytes)
             self._send(
                 op="progress",
                 job=self._job,
-                blocks=self._num_blocks + num_blocks,
-                bytes=self._num_bytes + num_bytes,
+                blocks=self._told_blocks,
+                bytes=self._told_bytes,
                 path=self._path,
             )
 
