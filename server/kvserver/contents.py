@@ -13,25 +13,27 @@ from kvdepot.v1 import event_pb2
 from kvdepot.v1 import transfer_pb2 as pb
 from kvserver import convert
 
-# Of a block in an answer, beside its tokens: hashes, status, id, what its group says.
-_BLOCK_BYTES = 192
+# Of a ready block's, beside its tokens: hashes, what its group says.
+_CONTENT_BYTES = 160
 
 
 def add_contents(
     answer: pb.GroupBlocks, pool: BlockPool, group: TransferGroup, *, max_bytes: int
 ) -> int:
-    """Of the ready blocks of one group of a transfer, in order. Answers their bytes, about.
+    """Of the ready blocks of one group of a transfer, in order.
 
-    Empty of a block of which nothing is told: a peer does not register it.
-    ResourceExhausted if it is more than ``max_bytes``.
+    Empty of a block of which nothing is told: a peer does not register it. Answers the bytes
+    of the whole ``answer``, about; ResourceExhausted if that is more than ``max_bytes``.
     """
-    add, num_bytes = answer.contents.add, 0
+    add, num_bytes = answer.contents.add, answer.ByteSize()
     last: StoredRun | None = None
     of_run = event_pb2.BlockStored()
     for block, block_hash in zip(group.blocks, group.hashes, strict=True):
-        num_bytes += _BLOCK_BYTES
+        if num_bytes > max_bytes:
+            break
         if block is None:
             continue
+        num_bytes += _CONTENT_BYTES
         content = add()
         extra = pool.extras.get(block.block_id)
         if extra is not None and extra.cache_salt is not None:
@@ -56,13 +58,13 @@ def add_contents(
                 stored.parent_block_hash = parent_hash
             stored.token_ids = run.tokens_of(position)
             num_bytes += len(stored.token_ids)
-        if num_bytes > max_bytes:
-            raise ResourceExhausted(
-                "the blocks' contents are larger than a message may be (--max-message-bytes): "
-                "open transfers of fewer blocks, one after the other",
-                reason="CONTENTS_TOO_LARGE",
-                field="contents",
-            )
+    if num_bytes > max_bytes:
+        raise ResourceExhausted(
+            "the blocks' contents are larger than a message may be (--max-message-bytes): "
+            "open transfers of fewer blocks, one after the other",
+            reason="CONTENTS_TOO_LARGE",
+            field="contents",
+        )
     return num_bytes
 
 

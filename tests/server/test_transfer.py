@@ -342,6 +342,10 @@ def test_contents_larger_than_a_message_leave_no_transfer(serve: Serve) -> None:
     opened = open_transfer(served, hashes[:200], contents=True)
     assert len(opened.groups[0].contents) == 200
     assert opened.ByteSize() < 1 << 16
+    few = [*hashes[:100], *(number.to_bytes(32, "big") for number in range(700))]
+    opened = open_transfer(served, few, contents=True)
+    assert len(opened.groups[0].contents) == 100
+    assert opened.ByteSize() < 1 << 16
     named = transfer_pb2.SessionRequest(
         session_id=scheduler.opened.session_id, epoch=opened.epoch, request_id="a"
     )
