@@ -19,7 +19,7 @@ from kvserver.node import Node
 from kvserver.rpc import Context, Handler, Rpcs, write
 
 SERVICE = pb.DESCRIPTOR.services_by_name["KVTransferService"].full_name
-# Of an answer, beside the blocks' contents: of each block its hash, status and id.
+# Of an answer, beside its groups: ids, the lease, where the bytes are.
 _ANSWER_BYTES = 1 << 12
 
 
