@@ -108,7 +108,7 @@ class Import:
 class ImportResult(NamedTuple):
     """Of an import: one status a hash, by group. ``num_tokens``: of a request, its leading
     tokens whose bytes are here and verified in all groups. ``missing_parents``, by group: of
-    hashes that are NOT_ATTEMPTED, those parents that are not here and were not asked for.
+    hashes that are NOT_ATTEMPTED, the first 64 parents that are not here and were not asked for.
     """
 
     statuses: dict[int, bytes]

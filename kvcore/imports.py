@@ -10,6 +10,7 @@ from __future__ import annotations
 import uuid
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvcore.block import KVCacheBlock
@@ -43,6 +44,8 @@ _RUNNING, _IMPORTED, _PRESENT, _FAILED, _NO_FIT, _NOT_ATTEMPTED = (
     ImportStatus.NO_FIT,
     ImportStatus.NOT_ATTEMPTED,
 )
+# Of a group: enough to see what is wrong, and little to send.
+MISSING_PARENTS_MAX = 64
 _NOTHING = Filled(_FAILED)
 _NONE_READY = Ready(0, ())
 
@@ -255,7 +258,7 @@ class Imports:
     def _register(
         self, found: Import, group: ImportGroup, came: Mapping[int, Filled]
     ) -> list[bytes]:
-        """Make what came hits for everybody. Answers the parents that nobody asked for."""
+        """Make what came hits for everybody. Answers the first parents that nobody asked for."""
         pool, config = self._depot.pool, self._depot.config
         spec = config.kv_cache.groups[group.group].manager_spec
         block_size = spec.block_size * config.context_parallel_size
@@ -309,7 +312,9 @@ class Imports:
                 )
         pool.confirm([block for block, _ in registered])
         asked = set(group.hashes) if absent else ()
-        return [block_hash for block_hash in absent if block_hash not in asked]
+        size = self._depot.scheme.digest_size  # a peer may say anything
+        others = (h for h in absent if h not in asked and len(h) == size)
+        return list(islice(others, MISSING_PARENTS_MAX))
 
     def _ready(self, group: int, block_hash: bytes) -> KVCacheBlock | None:
         for block in self._depot.pool.indexes[group].copies(block_hash):

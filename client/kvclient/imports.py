@@ -64,7 +64,7 @@ class ImportResult:
     given for external tokens. ``num_tokens``: of a request, its leading tokens whose bytes are
     here and verified in all groups, which ``cache_blocks`` may confirm; 0 if it cannot go on
     with any of them. ``missing_parents``, by group: why blocks were NOT_ATTEMPTED, if that is
-    because a parent is not here and was not asked for.
+    because a parent is not here and was not asked for; the first 64.
     """
 
     statuses: Mapping[int, tuple[ImportStatus, ...]]

@@ -230,6 +230,27 @@ def test_the_command_says_whose_parents_are_missing(
     assert client.import_blocks([first], source.target).result().missing_parents == {}
 
 
+def test_the_command_says_that_more_parents_are_missing(client: Client, serve: Serve) -> None:
+    source = serve()
+    with source.client() as there, there.open_session() as session:
+        for number in range(6):
+            prompt = list(range(20 * number, 20 * number + 2 * BLOCK_SIZE + 1))
+            session.get_computed_blocks(str(number), prompt)
+            session.allocate_slots(SlotRequest(str(number), num_new_tokens=len(prompt)))
+            session.cache_blocks(str(number), len(prompt))
+        with there.stream_events(snapshot=True) as batches:
+            children = [
+                block_hash.hex()
+                for event in next(batches).events
+                if isinstance(event, BlockStored)
+                for block_hash in event.block_hashes[event.parent_block_hash is None :]
+            ]
+    command = ["import", "--server", client.target, "--from", source.target, *children]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 1 and "6 not attempted" in result.output
+    assert " and at least 2 more; name them too" in result.output
+
+
 def test_the_command_says_what_is_wrong_with_the_peer(client: Client, serve: Serve) -> None:
     other = serve(model="gemma-like")
     for peer, told in (

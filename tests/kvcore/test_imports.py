@@ -302,12 +302,24 @@ def test_content_that_cannot_be_told_is_not_registered(wrong: ImportedContent | 
     assert states(depot) == {"free": 8}
 
 
+def test_the_first_missing_parents_are_told() -> None:
+    depot = make_depot(100)
+    chains = [chain(depot, range(100 * number, 100 * number + 8)) for number in range(70)]
+    hashes = [hashes[1] for hashes, _ in chains]
+    result = depot.imports.finish(
+        begin(depot, hashes), filled(contents[1] for _, contents in chains)
+    )
+    assert list(result.statuses[0]) == [NOT_ATTEMPTED] * 70
+    assert result.missing_parents == {0: [hashes[0] for hashes, _ in chains[:64]]}
+
+
 def test_an_empty_parent_is_one_that_is_not_here() -> None:
     depot = make_depot(9)
     hashes, contents = chain(depot, range(8))
     wrong = [entry._replace(parent_hash=b"") for entry in contents]
     result = depot.imports.finish(begin(depot, hashes), filled(wrong))
     assert list(result.statuses[0]) == [NOT_ATTEMPTED] * 2
+    assert result.missing_parents == {}  # no block has that name
     assert states(depot) == {"free": 8}
 
 

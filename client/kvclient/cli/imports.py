@@ -91,7 +91,9 @@ def import_(
             click.echo(f"{failure.path.name.lower()}: {failure.reason}", err=True)
         for missing in result.missing_parents.values():
             named = ", ".join(block_hash.hex() for block_hash in missing[:_PARENTS_SHOWN])
-            more = " and others" if len(missing) > _PARENTS_SHOWN else ""
+            num_more = len(missing) - _PARENTS_SHOWN
+            # They are told up to some number.
+            more = f" and at least {num_more} more" if num_more > 0 else ""
             click.echo(
                 "not attempted: a block is kept only behind its parent, and these parents are "
                 f"not here: {named}{more}; name them too, before their children",
