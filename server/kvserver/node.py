@@ -19,7 +19,7 @@ from kvcore.memory import PoolMemory, layer_layouts
 from kvcore.reset import ResetMode, ResetResult, ResetScope
 from kvcore.session import Session
 from kvdepot.v1 import types_pb2
-from kvserver import convert
+from kvserver import convert_pool
 from kvserver.data_plane import DataPlane
 from kvserver.deadlines import Clock, Deadlines
 from kvserver.imports import Imports
@@ -95,7 +95,7 @@ class Node:
         self.drain_requested = asyncio.Event()
         # How sessions ended: "closed" or "expired".
         self.sessions_ended: Counter[str] = Counter()
-        self.pool: types_pb2.PoolDescription = convert.pool_description(
+        self.pool: types_pb2.PoolDescription = convert_pool.pool_description(
             depot.config,
             [] if memory is None else layer_layouts(depot.config),
             [] if memory is None else memory.mappings,

@@ -14,7 +14,7 @@ from kvclient.errors import FailedPrecondition, InvalidArgument
 from kvclient.pool import map_pool
 from kvcore.memory.cuda import CudaIpcMapping as ServersMapping
 from kvdepot.v1 import types_pb2
-from kvserver import convert
+from kvserver import convert_pool as servers_convert_pool
 
 torch = pytest.importorskip("torch")
 
@@ -33,7 +33,7 @@ MAPPING = CudaIpcMapping(**FIELDS)
 
 
 def test_a_handle_travels_field_by_field() -> None:
-    sent = convert.pool_mapping(ServersMapping(**FIELDS)).SerializeToString()
+    sent = servers_convert_pool.pool_mapping(ServersMapping(**FIELDS)).SerializeToString()
     assert convert_pool.pool_mapping(types_pb2.PoolMapping.FromString(sent)) == MAPPING
 
 

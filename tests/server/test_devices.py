@@ -16,7 +16,7 @@ from kvclient.frame import parse
 from kvcore.errors import InvalidArgument
 from kvcore.memory import PoolMemory, layer_layouts
 from kvdepot.v1 import transfer_pb2 as pb
-from kvserver import convert
+from kvserver import convert_pool
 from kvserver.config import ServerConfig
 from kvserver.mover import devices, mapping
 from kvserver.mover.devices import PoolDevices
@@ -68,7 +68,7 @@ class Ranks:
 
 def described(config: Any) -> Any:
     """The pool, as one on a GPU is told to peers."""
-    pool = convert.pool_description(config, layer_layouts(config), [])
+    pool = convert_pool.pool_description(config, layer_layouts(config), [])
     pool.mappings.add(num_bytes=config.kv_cache.pool_bytes).cuda_ipc.device_uuid = "GPU"
     return pool
 

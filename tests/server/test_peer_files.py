@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvcore.memory import FileMapping, layer_layouts
-from kvserver import convert
+from kvserver import convert_pool
 from kvserver.config import ServerConfig
 from kvserver.mover.copying import PathFailed
 from kvserver.mover.mapping import PeerFiles
@@ -26,7 +26,7 @@ class Peer:
         nbytes = config.kv_cache.pool_bytes
         path.write_bytes(bytes(nbytes))
         mapping = FileMapping(str(path), nbytes)
-        self.pool: Any = convert.pool_description(config, layer_layouts(config), [mapping])
+        self.pool: Any = convert_pool.pool_description(config, layer_layouts(config), [mapping])
         self._fd = os.open(path, os.O_RDWR)
         fcntl.flock(self._fd, fcntl.LOCK_EX)
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from kvcore.errors import Unavailable
 from kvcore.memory import PoolMemory, layer_layouts
 from kvdepot.v1 import transfer_pb2 as pb
-from kvserver import convert
+from kvserver import convert_pool
 from kvserver.config import ConfigError, ServerConfig, is_loopback, split_address
 from kvserver.data_plane import ImportJob, ImportProgress, ImportReport
 from kvserver.mover.channel import Message
@@ -35,7 +35,7 @@ class MoverHandle:
     def __init__(self, config: ServerConfig, memory: PoolMemory) -> None:
         self.pulled_bytes = 0
         self._config = config
-        self._pool = convert.pool_description(
+        self._pool = convert_pool.pool_description(
             memory.config, layer_layouts(memory.config), memory.mappings
         )
         self._listen_host, self._port = data_listen(config)
