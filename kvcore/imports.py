@@ -175,7 +175,9 @@ class Imports:
         config = self._depot.config
         watermark = int(config.watermark * config.kv_cache.num_blocks)
         num_blocks = min(len(absent), max(0, pool.pins.num_takable - watermark))
-        if self._depot.resets.drain is not None or found.generation != self._depot.generation:
+        is_void = self._depot.resets.drain is not None
+        is_void |= found.generation != self._depot.generation
+        if is_void:
             num_blocks = 0  # nothing of it could become a hit
         # What follows each other lies together, as far as it can: it is copied at once.
         fitting = sorted(absent[:num_blocks], key=lambda entry: (entry[1].group, entry[2]))
@@ -183,7 +185,7 @@ class Imports:
         for (_, group, number), block in zip(fitting, taken, strict=True):
             group.blocks[number] = block
         for _, group, number in absent[num_blocks:]:
-            group.statuses[number] = _NO_FIT
+            group.statuses[number] = _FAILED if is_void else _NO_FIT
         return {
             group.group: [
                 0 if block is None else block.block_id

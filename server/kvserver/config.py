@@ -307,6 +307,13 @@ class ServerConfig:
         "for three of them is killed, and another started",
         "SECONDS",
     )
+    pull_start_seconds: float = option(
+        300.0,
+        real(1.0, 86_400),
+        "how long that process may load NIXL, which registers the pool's memory, before the first "
+        "heartbeat",
+        "SECONDS",
+    )
     max_transfers: int = option(
         1024, integer(1, 1 << 20), "transfers that peers have open at a time", "N"
     )

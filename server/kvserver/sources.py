@@ -166,7 +166,9 @@ def _read_file(path: str, options: Mapping[str, Field[Any]]) -> dict[str, Any]:
     for key, value in content.items():
         name = str(key).replace("-", "_")
         if name not in options:
-            hint = did_you_mean(name, options)
+            hint = did_you_mean(
+                str(key).replace("_", "-"), [name.replace("_", "-") for name in options]
+            )
             raise ConfigError(f"--config: {path}: unknown option {key!r}{hint}")
         if value is not None:
             given[name] = _parsed(options[name], value, f"{path}: {key}")

@@ -236,6 +236,18 @@ def test_a_reset_meanwhile(scope: ResetScope | None) -> None:
     assert states(depot) == ({"free": 8} if scope is None else {"cached": 1, "free": 7})
 
 
+def test_after_a_reset_no_block_is_taken_for_the_rest() -> None:
+    depot = make_depot(9)
+    hashes, _ = chain(depot, range(12))
+    found = depot.imports.begin_hashes("peer", [GroupHashes(0, hashes)])
+    first = depot.imports.take(found, {0: Ready(0, [True])})
+    assert first[0] != [0]
+    depot.reset_prefix_cache(ResetMode.FORCE)
+    assert depot.imports.take(found, {0: Ready(1, [True, True])}) == {0: [0, 0]}
+    assert list(depot.imports.finish(found, None).statuses[0]) == [FAILED] * 3
+    assert states(depot) == {"free": 8}
+
+
 def test_a_drain_waits_for_an_import_and_lets_none_begin() -> None:
     depot = make_depot(9)
     hashes, contents = chain(depot, range(8))

@@ -110,7 +110,7 @@ def test_refused(argv: list[str], environ: dict[str, str], named: str) -> None:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        pytest.param("blok-size: 8", "'blok-size'; did you mean block_size", id="unknown option"),
+        pytest.param("blok-size: 8", "'blok-size'; did you mean block-size", id="unknown option"),
         pytest.param("- 8", "mapping", id="a list"),
         pytest.param("groups:\n- [a", "is no YAML: line 2, column 5: expected", id="cut off"),
         pytest.param("a: \x07", "is no YAML: unacceptable character", id="no text"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -9,7 +10,9 @@ import struct
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import grpc
@@ -254,6 +257,23 @@ def test_a_process_that_says_nothing_is_replaced(start: Start) -> None:
     eventually(lambda: handle._serving is not None and node.serving_pid != pid)
     assert not Path(f"/proc/{pid}").exists()
     assert len(Wire(node).pull()) == 1
+
+
+def test_a_process_that_does_not_finish_its_start_is_killed(start: Start) -> None:
+    """It has said that it is ready, and then hangs in loading NIXL."""
+    node = start()
+    handle, killed = node.handle, Event()
+    handle._config = replace(handle._config, pull_start_seconds=0.05)
+
+    class Hung:
+        pid = 0
+        kill = staticmethod(killed.set)
+
+    async def watch() -> None:
+        await handle._watch(Hung(), asyncio.Event())
+
+    node.loop.run(watch())
+    assert killed.is_set()
 
 
 def test_an_error_that_nobody_expected_does_not_end_the_service(

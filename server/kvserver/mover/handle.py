@@ -168,13 +168,17 @@ class MoverHandle:
                 ],
             )
 
-    async def _watch(self, child: Child) -> None:
-        """Kill it once it has said nothing for too long.
+    async def _watch(self, child: Child, complete: asyncio.Event) -> None:
+        """Kill it once it has said nothing for too long; before it is ``complete``, much longer.
 
-        In beats, not by the clock: after a time in which the node itself stood still, what
-        was said meanwhile is heard within one.
+        While NIXL pins a large pool, nothing else may run there. Afterwards in beats, not by
+        the clock: when the node itself stood still, what was said meanwhile is heard within one.
         """
         missed = 0
+        try:
+            await asyncio.wait_for(complete.wait(), self._config.pull_start_seconds)
+        except asyncio.TimeoutError:
+            missed = _MISSED_MAX
         while missed < _MISSED_MAX:
             num_heard = self.num_heard
             await asyncio.sleep(self._config.pull_heartbeat_seconds)
@@ -187,18 +191,17 @@ class MoverHandle:
         pause = _PAUSE_SECONDS
         while True:
             began = time.monotonic()
-            watching: asyncio.Task[None] | None = None
+            complete = asyncio.Event()
+            watching = asyncio.ensure_future(self._watch(child, complete))
             try:
                 while (message := await child.receive()) is not None:
                     self._hear(message)
-                    # Not before: while NIXL pins a large pool, nothing else may run there.
                     if message["op"] == "complete":
-                        watching = asyncio.ensure_future(self._watch(child))
+                        complete.set()
             except Exception:
                 logger.exception("what the process that serves PullBlocks says is not understood")
             finally:
-                if watching is not None:
-                    watching.cancel()
+                watching.cancel()
             self._serving = None
             self._reach = pb.Reach(host_id=self._host_id, data_address=self._data_address())
             try:
