@@ -175,10 +175,12 @@ class Imports:
         config = self._depot.config
         watermark = int(config.watermark * config.kv_cache.num_blocks)
         num_blocks = min(len(absent), max(0, pool.pins.num_takable - watermark))
-        is_void = self._depot.resets.drain is not None
-        is_void |= found.generation != self._depot.generation
+        # Then nothing of it could become a hit.
+        is_void = self._depot.resets.drain is not None or (
+            found.generation != self._depot.generation
+        )
         if is_void:
-            num_blocks = 0  # nothing of it could become a hit
+            num_blocks = 0
         # What follows each other lies together, as far as it can: it is copied at once.
         fitting = sorted(absent[:num_blocks], key=lambda entry: (entry[1].group, entry[2]))
         taken = sorted(pool.pins.take(num_blocks), key=lambda block: block.block_id)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from kvcore.errors import ResourceExhausted
-from kvserver.unread import UnreadReplies
+from kvdepot.v1 import admin_pb2, cache_pb2, transfer_pb2
+from kvserver.unread import SMALL, UnreadReplies
 
 
 @dataclass(frozen=True)
@@ -45,3 +46,13 @@ def test_who_reads_nothing_waits_and_nobody_else() -> None:
     third(None)
     assert unread.nbytes == 0
     assert not unread._by_peer
+
+
+def test_what_is_small_is_a_call_of_some_service() -> None:
+    methods = {
+        method.name
+        for file in (admin_pb2, cache_pb2, transfer_pb2)
+        for service in file.DESCRIPTOR.services_by_name.values()
+        for method in service.methods
+    }
+    assert methods >= SMALL - {"Check"}  # health's, which is not ours
