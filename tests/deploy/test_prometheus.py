@@ -105,7 +105,7 @@ def _lingering(channel: grpc.Channel) -> Iterator[None]:
         tokens=bytes(64), extra_keys=types_pb2.ExtraKeys(lora_name="lingering")
     )
     slots = cache_pb2.SlotRequest(request_id="r", content=content, lookup=True)
-    cache.AllocateSlots(cache_pb2.AllocateSlotsRequest(context=context, slots=slots))
+    _allocate(cache, cache_pb2.AllocateSlotsRequest(context=context, slots=slots))
     cache.ResetPrefixCache(
         cache_pb2.ResetPrefixCacheRequest(
             context=context,
@@ -117,6 +117,14 @@ def _lingering(channel: grpc.Channel) -> Iterator[None]:
         yield
     finally:
         worker.cancel()
+
+
+def _allocate(cache: Any, request: cache_pb2.AllocateSlotsRequest) -> None:
+    """Ask until it fits: the replay keeps the pool full most of the time."""
+    deadline = time.monotonic() + 20
+    while cache.AllocateSlots(request).result.outcome != cache_pb2.OUTCOME_OK:
+        assert time.monotonic() < deadline, "the pool stayed full"
+        time.sleep(0.01)
 
 
 def _end_session(channel: grpc.Channel) -> None:
