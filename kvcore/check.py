@@ -161,7 +161,7 @@ def _check_pins(depot: Depot) -> Iterable[str]:
     filling: set[int] = set()
     for found in depot.imports.by_id.values():
         counted.update([block.block_id for block in found.blocks])
-        ids = [i for group in found.groups for i in group.wanted()[1] if i]
+        ids = [block.block_id for block in found.filling]
         if filling & set(ids) or len(set(ids)) != len(ids):
             yield f"import {found.import_id[:8]}: fills a block that is being filled already"
         filling.update(ids)

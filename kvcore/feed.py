@@ -59,10 +59,10 @@ class StoredRun:
         """The hash before that of the block at ``position`` of the run."""
         return self.hashes[position - 1] if position else self.parent_hash
 
-    def tokens_of(self, position: int) -> bytes:
-        """Those of the block at ``position`` of the run."""
+    def tokens_of(self, start: int, stop: int) -> bytes:
+        """Those of the blocks ``start`` to ``stop`` of the run."""
         num_bytes = len(self.tokens) // len(self.hashes)
-        return self.tokens[position * num_bytes : (position + 1) * num_bytes]
+        return self.tokens[start * num_bytes : stop * num_bytes]
 
     def event(self, position: int) -> BlockStored:
         """The block at ``position`` of the run is readable."""
@@ -70,7 +70,7 @@ class StoredRun:
         return BlockStored(
             block_hashes=[self.hashes[position]],
             parent_block_hash=self.parent_of(position),
-            token_ids=self.tokens_of(position),
+            token_ids=self.tokens_of(position, position + 1),
             block_size=kind.block_size,
             lora_id=self.lora_id,
             lora_name=self.lora_name,

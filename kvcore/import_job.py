@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvcore.block import KVCacheBlock
+from kvcore.content_run import ContentRun
 from kvcore.request import Request
 
 if TYPE_CHECKING:
@@ -31,25 +32,16 @@ class ImportStatus(IntEnum):
     NOT_ATTEMPTED = 7
 
 
-class ImportedContent(NamedTuple):
-    """What a peer says of a block besides its bytes; ``tokens`` are little-endian uint32."""
-
-    parent_hash: bytes | None
-    tokens: bytes
-    extra_keys: tuple[Any, ...] | None = None
-    lora_id: int | None = None
-    lora_name: str | None = None
-    cache_salt: str | None = None
-
-
 class Filled(NamedTuple):
-    """How one block was filled: IMPORTED, PENDING, MISSING or FAILED.
+    """Of the hashes of a group that a peer is asked for, from ``first`` on: how it went.
 
-    ``content`` is needed of an imported one, unless the import is for a request.
+    ``statuses`` are IMPORTED, PENDING, MISSING or FAILED. ``contents``, of the imported ones
+    in order, are needed unless the import is for a request.
     """
 
-    status: ImportStatus
-    content: ImportedContent | None = None
+    first: int
+    statuses: bytes
+    contents: Sequence[ContentRun] = ()
 
 
 class Ready(NamedTuple):
@@ -67,15 +59,18 @@ class ImportGroup:
     hashes: Sequence[bytes]
     # Of a request: where in its table they are; of hashes: in their list.
     positions: Sequence[int]
-    statuses: list[ImportStatus]
+    # Of ImportStatus, one a hash.
+    statuses: bytearray
     blocks: list[KVCacheBlock | None]
     # Which of the hashes the peer is asked for.
     asked: Sequence[int]
+    # Parents of blocks that were not attempted, in order.
+    absent: dict[bytes, None] = field(default_factory=dict)
 
     @property
     def running(self) -> list[int]:
         """Which of ``hashes`` are being imported."""
-        return [i for i, status in enumerate(self.statuses) if status is ImportStatus.RUNNING]
+        return [i for i, status in enumerate(self.statuses) if not status]
 
     def wanted(self) -> tuple[list[bytes], list[int]]:
         """The hashes that the peer is asked for, and the ids of their blocks, 0 for none yet."""
@@ -103,6 +98,16 @@ class Import:
     def blocks(self) -> list[KVCacheBlock]:
         """The blocks it pins, group by group."""
         return [block for group in self.groups for block in group.blocks if block is not None]
+
+    @property
+    def filling(self) -> list[KVCacheBlock]:
+        """The blocks in which bytes may land, or have and are nobody's yet."""
+        return [
+            block
+            for group in self.groups
+            for block in map(group.blocks.__getitem__, group.asked)
+            if block is not None and (self.request is not None or block.block_hash is None)
+        ]
 
 
 class ImportResult(NamedTuple):

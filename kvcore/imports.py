@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import uuid
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from kvcore.block import KVCacheBlock
+from kvcore.content_run import ContentRun
 from kvcore.errors import FailedPrecondition, ResourceExhausted
 from kvcore.feed import RUN_BLOCKS_MAX
 from kvcore.hashing import ExtraKeys
 from kvcore.import_job import (
     Filled,
     Import,
-    ImportedContent,
     ImportGroup,
     ImportResult,
     ImportStatus,
@@ -36,17 +37,23 @@ if TYPE_CHECKING:
     from kvcore.session import Session
 
 
-_RUNNING, _IMPORTED, _PRESENT, _FAILED, _NO_FIT, _NOT_ATTEMPTED = (
-    ImportStatus.RUNNING,
-    ImportStatus.IMPORTED,
-    ImportStatus.PRESENT,
-    ImportStatus.FAILED,
-    ImportStatus.NO_FIT,
-    ImportStatus.NOT_ATTEMPTED,
+# Plain numbers, as a status of each block is compared.
+_IMPORTED, _PRESENT, _FAILED, _NO_FIT, _NOT_ATTEMPTED = map(
+    int,
+    (
+        ImportStatus.IMPORTED,
+        ImportStatus.PRESENT,
+        ImportStatus.FAILED,
+        ImportStatus.NO_FIT,
+        ImportStatus.NOT_ATTEMPTED,
+    ),
 )
+_BLOCK_ID = attrgetter("block_id")
+# Before others have their turn: a millisecond or two.
+_TURN_BLOCKS = 2048
 # Of a group: enough to see what is wrong, and little to send.
 MISSING_PARENTS_MAX = 64
-_NOTHING = Filled(_FAILED)
+_NOTHING_FILLED = Filled(0, b"")
 _NONE_READY = Ready(0, ())
 
 
@@ -108,7 +115,7 @@ class Imports:
                     manager.group,
                     [hashes[p] for p in positions],
                     positions,
-                    [_RUNNING] * len(positions),
+                    bytearray(len(positions)),
                     [*blocks],
                     range(len(positions)),
                 )
@@ -138,8 +145,8 @@ class Imports:
                 group,
                 hashes,
                 range(len(hashes)),
-                [_RUNNING] * len(hashes),
-                [self._ready(group, block_hash) for block_hash in hashes],
+                bytearray(len(hashes)),
+                self._all_ready(group, hashes),
                 (),
             )
             for group, hashes in wanted
@@ -149,7 +156,7 @@ class Imports:
             for position, block in enumerate(group.blocks):
                 if block is not None:
                     group.statuses[position] = _PRESENT
-            group.asked = group.running
+            group.asked = group.running if any(group.statuses) else range(len(group.hashes))
         found = self._begin(peer, groups)
         self._depot.pool.pins.pin(found.blocks)
         return found
@@ -162,31 +169,33 @@ class Imports:
         evicted for them, but none of those that were here and asked for.
         """
         pool = self._depot.pool
-        absent = []
-        numbers = {}
+        numbers, absent = {}, []
         for group in found.groups:
             first, is_ready = ready.get(group.group, _NONE_READY)
-            numbers[group.group] = group.asked[first : first + len(is_ready)]
-            for number, has in zip(numbers[group.group], is_ready, strict=False):
-                if has and group.statuses[number] is _RUNNING and group.blocks[number] is None:
-                    absent.append(((number + 1) / len(group.hashes), group, number))
-        # If not all fit, the first part of every group: a hit needs them all.
-        absent.sort(key=lambda entry: entry[0])
+            asked = numbers[group.group] = group.asked[first : first + len(is_ready)]
+            statuses, blocks = group.statuses, group.blocks
+            absent += [
+                (group, number)
+                for number, has in zip(asked, is_ready, strict=False)
+                if has and not statuses[number] and blocks[number] is None
+            ]
         config = self._depot.config
         watermark = int(config.watermark * config.kv_cache.num_blocks)
         num_blocks = min(len(absent), max(0, pool.pins.num_takable - watermark))
-        # Then nothing of it could become a hit.
-        is_void = self._depot.resets.drain is not None or (
-            found.generation != self._depot.generation
-        )
+        is_void = self.is_void(found)
         if is_void:
             num_blocks = 0
+        refused: list[tuple[ImportGroup, int]] = []
+        if num_blocks < len(absent):
+            # If not all fit, the first part of every group: a hit needs them all.
+            absent.sort(key=lambda entry: (entry[1] + 1) / len(entry[0].hashes))
+            absent, refused = absent[:num_blocks], absent[num_blocks:]
+            absent.sort(key=lambda entry: (entry[0].group, entry[1]))
         # What follows each other lies together, as far as it can: it is copied at once.
-        fitting = sorted(absent[:num_blocks], key=lambda entry: (entry[1].group, entry[2]))
-        taken = sorted(pool.pins.take(num_blocks), key=lambda block: block.block_id)
-        for (_, group, number), block in zip(fitting, taken, strict=True):
+        taken = sorted(pool.pins.take(num_blocks), key=_BLOCK_ID)
+        for (group, number), block in zip(absent, taken, strict=True):
             group.blocks[number] = block
-        for _, group, number in absent[num_blocks:]:
+        for group, number in refused:
             group.statuses[number] = _FAILED if is_void else _NO_FIT
         return {
             group.group: [
@@ -195,6 +204,12 @@ class Imports:
             ]
             for group in found.groups
         }
+
+    def is_void(self, found: Import) -> bool:
+        """Whether nothing more of it can become a hit: a reset has come, or waits."""
+        if found.request is not None:
+            return False
+        return self._depot.resets.drain is not None or found.generation != self._depot.generation
 
     def _begin(self, peer: str, groups: Sequence[ImportGroup]) -> Import:
         found = Import(str(uuid.uuid4()), peer, groups, self._depot.generation)
@@ -218,40 +233,90 @@ class Imports:
             )
         require_few(sum(len(group.hashes) for group in groups), config.max_transfer_blocks)
 
-    # --- finish -----------------------------------------------------------------------
+    # --- fill and finish --------------------------------------------------------------
 
-    def finish(self, found: Import, filled: Mapping[int, Sequence[Filled]] | None) -> ImportResult:
-        """No byte can land in the import's blocks any more: they are unpinned.
+    def fill(self, found: Import, filled: Mapping[int, Filled]) -> None:
+        """What of some of the hashes, by group, has come: no byte lands in their blocks any more.
 
-        ``filled``, by group, has one entry a hash that was asked for; None: none came. Of a
-        request nothing is registered. Of hashes, those that came are, each if its parent
-        is here; all ready for everybody, and evicted children first. Not after a reset.
+        Of a request nothing is registered. Of hashes, those that came are, each if its parent
+        is here: all ready for everybody. Not after a reset.
         """
-        del self.by_id[found.import_id]
-        came: list[dict[int, Filled]] = []
         for group in found.groups:
-            asked = group.asked
-            entries = [_NOTHING] * len(asked) if filled is None else filled.get(group.group, ())
-            came.append(dict(zip(asked, entries, strict=True)))
-            for number, entry in came[-1].items():
-                if group.statuses[number] is _RUNNING:
-                    has_come = entry.status is not _IMPORTED or group.blocks[number] is not None
-                    group.statuses[number] = entry.status if has_come else _FAILED
+            told = filled.get(group.group, _NOTHING_FILLED)
+            asked = group.asked[told.first : told.first + len(told.statuses)]
+            came = []
+            for number, status in zip(asked, told.statuses, strict=True):
+                if status == _IMPORTED:
+                    came.append(number)
+                elif not group.statuses[number]:
+                    group.statuses[number] = status
+            if found.request is None:
+                self._register(found, group, came, told.contents)
+                continue
+            for number in came:
+                if not group.statuses[number]:
+                    has_block = group.blocks[number] is not None
+                    group.statuses[number] = _IMPORTED if has_block else _FAILED
+
+    def finish(self, found: Import) -> ImportResult:
+        """No byte can land in any of its blocks any more: they are unpinned.
+
+        Evicted children first. What was not filled has failed; of hashes, what a reset or an
+        operator has taken meanwhile, too.
+        """
+        for _ in self.release(found):
+            pass
+        return self.end(found)
+
+    def release(self, found: Import) -> Iterator[None]:
+        """As finish, all but the result; pauses where others may have their turn. Then ``end``."""
+        pins, indexes = self._depot.pool.pins, self._depot.pool.indexes
+        for group in found.groups:
+            entries = indexes[group.group].entries
+            hashes, statuses, blocks = group.hashes, group.statuses, group.blocks
+            for stop in range(len(hashes), 0, -_TURN_BLOCKS):
+                start = max(0, stop - _TURN_BLOCKS)
+                released = []
+                for number in range(stop - 1, start - 1, -1):
+                    block = blocks[number]
+                    if block is None:
+                        if not statuses[number] or statuses[number] == _IMPORTED:
+                            statuses[number] = _FAILED
+                        continue
+                    released.append(block)
+                    blocks[number] = None
+                    if not statuses[number]:
+                        statuses[number] = _FAILED
+                    elif found.request is None and statuses[number] <= _PRESENT:
+                        # The usual case costs no call.
+                        is_here = entries.get(hashes[number]) is block
+                        if not is_here and not self._is_here(group.group, hashes[number]):
+                            statuses[number] = _FAILED  # reset or evicted meanwhile
+                pins.filling.difference_update([block.block_id for block in released])
+                pins.unpin(released)
+                if start:
+                    yield
+
+    def end(self, found: Import) -> ImportResult:
+        """The import is over; its blocks were released."""
+        del self.by_id[found.import_id]
         num_tokens = 0
-        missing_parents: dict[int, list[bytes]] = {}
         if found.request is not None:
             if found.request.importing is found:
                 found.request.importing = None
                 num_tokens = self._num_verified_tokens(found)
-        else:
-            for group, entries_by_number in zip(found.groups, came, strict=True):
-                absent = self._register(found, group, entries_by_number)
-                if absent:
-                    missing_parents[group.group] = absent
-        pins = self._depot.pool.pins
-        pins.filling.difference_update([block.block_id for block in found.blocks])
+        elif found.generation != self._depot.generation:
+            for group in found.groups:  # it may have been reset between two pauses
+                for number, status in enumerate(group.statuses):
+                    if status <= _PRESENT and not self._is_here(group.group, group.hashes[number]):
+                        group.statuses[number] = _FAILED
+        size = self._depot.scheme.digest_size  # a peer may say anything
+        missing_parents: dict[int, Sequence[bytes]] = {}
         for group in found.groups:
-            pins.unpin([block for block in reversed(group.blocks) if block is not None])
+            asked = set(group.hashes) if group.absent else ()
+            others = (h for h in group.absent if h not in asked and len(h) == size)
+            if first := list(islice(others, MISSING_PARENTS_MAX)):
+                missing_parents[group.group] = first
         self._depot.resets.settle()
         return ImportResult(
             {group.group: bytes(group.statuses) for group in found.groups},
@@ -260,65 +325,110 @@ class Imports:
         )
 
     def _register(
-        self, found: Import, group: ImportGroup, came: Mapping[int, Filled]
-    ) -> list[bytes]:
-        """Make what came hits for everybody. Answers the first parents that nobody asked for."""
-        pool, config = self._depot.pool, self._depot.config
+        self, found: Import, group: ImportGroup, came: Sequence[int], contents: Sequence[ContentRun]
+    ) -> None:
+        """Make what came hits for everybody; ``contents`` are those of ``came``, in order."""
+        config = self._depot.config
         spec = config.kv_cache.groups[group.group].manager_spec
         block_size = spec.block_size * config.context_parallel_size
-        needs_parents = isinstance(spec, FullAttentionSpec)
-        index = pool.indexes[group.group]
-        registered: list[tuple[KVCacheBlock, ImportedContent]] = []
-        generation, num_token_bytes = self._depot.generation, block_size * TOKEN_BYTES
-        last_hash: bytes | None = None  # registered here, and so ready
-        absent: dict[bytes, None] = {}
-        for position, block_hash in enumerate(group.hashes):
-            status = group.statuses[position]
-            if status is not _IMPORTED and status is not _PRESENT:
-                continue
-            block = group.blocks[position]
-            assert block is not None
-            if status is _PRESENT:
-                if not index.holds(block_hash, block):
-                    group.statuses[position] = _FAILED  # reset or evicted meanwhile
-                continue
-            content = came[position].content
-            if (
-                content is None
-                or len(content.tokens) != num_token_bytes
-                or found.generation != generation
-            ):
-                group.statuses[position] = _FAILED
-            elif (
-                needs_parents
-                and content.parent_hash is not None
-                and content.parent_hash != last_hash
-                and self._ready(group.group, content.parent_hash) is None
-            ):
-                group.statuses[position] = _NOT_ATTEMPTED
-                absent[content.parent_hash] = None
-            elif self._ready(group.group, block_hash) is not None:
-                group.statuses[position] = _PRESENT  # another has brought it meanwhile
+        at = 0
+        for content in contents:
+            numbers = came[at : at + content.num_blocks]
+            at += len(numbers)
+            is_told = (
+                len(content.tokens) == content.num_blocks * block_size * TOKEN_BYTES
+                and len(numbers) == content.num_blocks
+                and found.generation == self._depot.generation
+            )
+            if is_told:
+                needs_parents = isinstance(spec, FullAttentionSpec)
+                self._register_run(group, numbers, content, block_size, needs_parents=needs_parents)
             else:
-                block.block_hash = last_hash = block_hash
-                block.group = group.group
-                if content.lora_name is not None or content.cache_salt is not None:
-                    pool.extras[block.block_id] = ExtraKeys(
-                        lora_name=content.lora_name, cache_salt=content.cache_salt
-                    )
-                index.insert(block_hash, block)
-                registered.append((block, content))
-        if pool.publish_events:
-            for run in _runs(registered):
-                blocks = [block for block, _ in run]
+                self._fail(group, numbers)
+        self._fail(group, came[at:])
+
+    def _register_run(
+        self,
+        group: ImportGroup,
+        numbers: Sequence[int],
+        content: ContentRun,
+        block_size: int,
+        *,
+        needs_parents: bool,
+    ) -> None:
+        pool = self._depot.pool
+        entries = pool.indexes[group.group].entries
+        hashes, statuses, blocks = group.hashes, group.statuses, group.blocks
+        extra = None
+        if content.lora_name is not None or content.cache_salt is not None:
+            extra = ExtraKeys(lora_name=content.lora_name, cache_salt=content.cache_salt)
+        # Those that were registered, one after the other, and where in the run they began.
+        fresh: list[KVCacheBlock] = []
+        fresh_hashes: list[bytes] = []
+        start = 0
+        parent_hash = told_parent = content.parent_hash
+        has_parent = (
+            not needs_parents or parent_hash is None or self._is_here(group.group, parent_hash)
+        )
+
+        def tell() -> None:
+            if pool.publish_events and fresh:
                 pool.truth_feed.keep_imported(
-                    blocks, [content for _, content in run], block_size=block_size
+                    fresh,
+                    fresh_hashes,
+                    content,
+                    start,
+                    parent_hash=told_parent,
+                    block_size=block_size,
+                    group=group.group,
                 )
-        pool.confirm([block for block, _ in registered])
-        asked = set(group.hashes) if absent else ()
-        size = self._depot.scheme.digest_size  # a peer may say anything
-        others = (h for h in absent if h not in asked and len(h) == size)
-        return list(islice(others, MISSING_PARENTS_MAX))
+            pool.pins.filling.difference_update([block.block_id for block in fresh])
+
+        for offset, number in enumerate(numbers):
+            block_hash, block = hashes[number], blocks[number]
+            if statuses[number] or block is None:
+                statuses[number] = statuses[number] or _FAILED
+            elif not has_parent:
+                statuses[number] = _NOT_ATTEMPTED
+                assert parent_hash is not None
+                group.absent[parent_hash] = None
+            elif block_hash in entries and self._is_here(group.group, block_hash):
+                statuses[number] = _PRESENT  # another has brought it meanwhile
+            else:
+                if len(fresh) == RUN_BLOCKS_MAX or (fresh and start + len(fresh) != offset):
+                    tell()
+                    fresh, fresh_hashes = [], []
+                if not fresh:
+                    start, told_parent = offset, parent_hash
+                block.block_hash = block_hash
+                block.group = group.group
+                statuses[number] = _IMPORTED
+                # The first copy is the usual case, which costs no call.
+                if entries.setdefault(block_hash, block) is not block:
+                    pool.indexes[group.group].insert(block_hash, block)
+                if extra is not None:
+                    pool.extras[block.block_id] = extra
+                fresh.append(block)
+                fresh_hashes.append(block_hash)
+                parent_hash = block_hash
+                has_parent = True
+                continue
+            parent_hash = block_hash
+            has_parent = not needs_parents or self._is_here(group.group, block_hash)
+        tell()
+
+    @staticmethod
+    def _fail(group: ImportGroup, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            group.statuses[number] = group.statuses[number] or _FAILED
+
+    def _is_here(self, group: int, block_hash: bytes) -> bool:
+        return self._ready(group, block_hash) is not None
+
+    def _all_ready(self, group: int, hashes: Sequence[bytes]) -> list[KVCacheBlock | None]:
+        """One a hash; what is not here costs no call."""
+        entries = self._depot.pool.indexes[group].entries
+        return [self._ready(group, h) if h in entries else None for h in hashes]
 
     def _ready(self, group: int, block_hash: bytes) -> KVCacheBlock | None:
         for block in self._depot.pool.indexes[group].copies(block_hash):
@@ -335,7 +445,7 @@ class Imports:
             group.group: [
                 position
                 for position, status in zip(group.positions, group.statuses, strict=True)
-                if status is not _IMPORTED
+                if status != _IMPORTED
             ]
             for group in found.groups
         }
@@ -374,23 +484,3 @@ def _num_usable_tokens(
     if at < len(missing):
         return min(num_tokens, missing[at] * manager.block_size)
     return num_tokens
-
-
-def _runs(
-    registered: Sequence[tuple[KVCacheBlock, ImportedContent]],
-) -> Iterator[list[tuple[KVCacheBlock, ImportedContent]]]:
-    """Cut where a block does not follow the one before it."""
-    run: list[tuple[KVCacheBlock, ImportedContent]] = []
-    for block, content in registered:
-        if run:
-            last_block, last = run[-1]
-            follows = content.parent_hash == last_block.block_hash and (
-                content.lora_id,
-                content.lora_name,
-            ) == (last.lora_id, last.lora_name)
-            if not follows or len(run) == RUN_BLOCKS_MAX:
-                yield run
-                run = []
-        run.append((block, content))
-    if run:
-        yield run

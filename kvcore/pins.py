@@ -47,44 +47,55 @@ class Pins:
         blocks = self._pool.take(num_blocks, self._taker)
         for block in blocks:
             block.ref_cnt = 0
-            self.counts[block.block_id] = 1
-            self.idle.add(block.block_id)
-            self.filling.add(block.block_id)
+        ids = [block.block_id for block in blocks]
+        self.counts.update(dict.fromkeys(ids, 1))
+        self.idle.update(ids)
+        self.filling.update(ids)
         return blocks
 
     def pin(self, blocks: Iterable[KVCacheBlock]) -> None:
         """One more pin each; those that were free leave the queue."""
-        pool = self._pool
+        pool, counts = self._pool, self.counts
+        remove = pool.free_queue.remove
+        num_cached, idle = 0, []
         for block in blocks:
-            assert not block.is_null
-            count = self.counts.get(block.block_id, 0)
-            if not count and block.ref_cnt == 0:
-                pool.free_queue.remove(block)
+            block_id = block.block_id
+            assert block_id
+            if block_id in counts:
+                counts[block_id] += 1
+                continue
+            counts[block_id] = 1
+            if block.ref_cnt == 0:
+                remove(block)
                 if block.held_by is not None:
                     pool.holds.keep(block)
                 if block.block_hash is not None:
-                    pool.num_cached_blocks -= 1
-                self.idle.add(block.block_id)
-            self.counts[block.block_id] = count + 1
+                    num_cached += 1
+                idle.append(block_id)
+        pool.num_cached_blocks -= num_cached
+        self.idle.update(idle)
 
     def unpin(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
         """One pin less each, first to be evicted first; none of them is being filled."""
+        counts = self.counts
         idle: list[KVCacheBlock] = []
         for block in ordered_blocks:
-            count = self.counts.pop(block.block_id) - 1
-            if count:
-                self.counts[block.block_id] = count
+            count = counts.pop(block.block_id)
+            if count > 1:
+                counts[block.block_id] = count - 1
             elif block.ref_cnt == 0:
-                self.idle.remove(block.block_id)
                 idle.append(block)
+        self.idle.difference_update([block.block_id for block in idle])
         pool = self._pool
         cached = [block for block in idle if block.block_hash is not None]
-        pool.free_queue.prepend_n([block for block in idle if block.block_hash is None])
+        if len(cached) < len(idle):
+            pool.free_queue.prepend_n([block for block in idle if block.block_hash is None])
         pool.free_queue.append_n(cached)
         pool.num_cached_blocks += len(cached)
-        for block in idle:
-            if block.block_id in pool.holds.by_block:
-                pool.holds.resume(block)
+        if pool.holds.by_block:
+            for block in idle:
+                if block.block_id in pool.holds.by_block:
+                    pool.holds.resume(block)
 
     def touch_idle(self, blocks: Iterable[KVCacheBlock]) -> list[KVCacheBlock]:
         """Reference those of ``blocks`` that are idle; the others."""

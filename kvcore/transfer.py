@@ -96,7 +96,7 @@ class Transfers:
         return self._open(
             name,
             [
-                _group(group, hashes, [self._find(group, block_hash) for block_hash in hashes])
+                TransferGroup(group, hashes, *self._find_all(group, hashes))
                 for group, hashes in wanted
             ],
         )
@@ -144,7 +144,9 @@ class Transfers:
         """
         indexes = self._depot.pool.indexes
         num_lost = sum(
-            not indexes[block.group].holds(block_hash, block)
+            # The first copy is the usual case, which costs no call.
+            indexes[block.group].entries.get(block_hash) is not block
+            and not indexes[block.group].holds(block_hash, block)
             for block, block_hash in transfer.pinned.values()
         )
         if num_lost:
@@ -165,12 +167,35 @@ class Transfers:
     def _open(self, name: str, groups: Sequence[TransferGroup]) -> Transfer:
         transfer = Transfer(str(uuid.uuid4()), name, groups)
         for group in groups:
-            for block, block_hash in zip(group.blocks, group.hashes, strict=True):
-                if block is not None:
-                    transfer.pinned[block.block_id] = block, block_hash
+            transfer.pinned.update(
+                {
+                    block.block_id: (block, block_hash)
+                    for block, block_hash in zip(group.blocks, group.hashes, strict=True)
+                    if block is not None
+                }
+            )
         self._depot.pool.pins.pin(transfer.blocks)
         self.by_id[transfer.transfer_id] = transfer
         return transfer
+
+    def _find_all(
+        self, group: int, hashes: Sequence[bytes]
+    ) -> tuple[bytes, list[KVCacheBlock | None]]:
+        """Of each hash its status, and the block if it is ready."""
+        entries = self._depot.pool.indexes[group].entries
+        is_plain = self._depot.resets.drain is None
+        statuses = bytearray(len(hashes))
+        blocks: list[KVCacheBlock | None] = [None] * len(hashes)
+        for number, entry in enumerate(map(entries.get, hashes)):
+            # One ready copy is the usual case, which costs no call; none at all, too.
+            if entry is None:
+                statuses[number] = _MISSING
+            elif is_plain and isinstance(entry, KVCacheBlock) and entry.pending is None:
+                statuses[number] = _READY
+                blocks[number] = entry
+            else:
+                statuses[number], blocks[number] = self._find(group, hashes[number])
+        return bytes(statuses), blocks
 
     def _find(self, group: int, block_hash: bytes) -> tuple[BlockStatus, KVCacheBlock | None]:
         status = _MISSING
@@ -203,7 +228,7 @@ class Transfers:
             raise limit.error(num_blocks)
 
 
-_MISSING = BlockStatus.MISSING
+_READY, _MISSING = BlockStatus.READY, BlockStatus.MISSING
 
 
 def _group(

@@ -9,12 +9,19 @@ from typing import TYPE_CHECKING
 
 from kvcore.block import KVCacheBlock
 from kvcore.events import AllBlocksCleared
-from kvcore.feed import RUN_BLOCKS_MAX, ContentKind, Entry, RemovedBlocks, StoredRun
+from kvcore.feed import (
+    RUN_BLOCKS_MAX,
+    ContentKind,
+    Entry,
+    RemovedBlocks,
+    StoredBlocks,
+    StoredRun,
+)
 from kvcore.request import Request
 from kvcore.spec import KVCacheConfig
 
 if TYPE_CHECKING:
-    from kvcore.import_job import ImportedContent
+    from kvcore.content_run import ContentRun
 
 
 class TruthFeed:
@@ -92,23 +99,36 @@ class TruthFeed:
         )
 
     def keep_imported(
-        self, blocks: Sequence[KVCacheBlock], contents: Sequence[ImportedContent], block_size: int
+        self,
+        blocks: Sequence[KVCacheBlock],
+        hashes: Sequence[bytes],
+        content: ContentRun,
+        first: int,
+        *,
+        parent_hash: bytes | None,
+        block_size: int,
+        group: int,
     ) -> None:
-        """Remember what a peer said of ``blocks``, each of which follows the one before it."""
-        first = contents[0]
-        extra_keys = [content.extra_keys for content in contents]
+        """Remember what a peer said of ``blocks``, those of ``content`` from ``first`` on.
+
+        They have become readable, in this order; RUN_BLOCKS_MAX at most.
+        """
+        stop = first + len(blocks)
+        num_bytes = len(content.tokens) // content.num_blocks
+        extra_keys = None if content.extra_keys is None else content.extra_keys[first:stop]
         run = StoredRun(
-            self._kind(blocks[0].group, block_size),
-            first.parent_hash,
-            [block.block_hash for block in blocks if block.block_hash is not None],
-            b"".join(content.tokens for content in contents),
-            extra_keys if any(extra_keys) else None,
-            first.lora_id,
-            first.lora_name,
+            self._kinds.get((group, block_size)) or self._kind(group, block_size),
+            parent_hash,
+            hashes,
+            content.tokens[first * num_bytes : stop * num_bytes],
+            extra_keys if extra_keys is not None and any(extra_keys) else None,
+            content.lora_id,
+            content.lora_name,
         )
         for position, block in enumerate(blocks):
             block.content = run
             block.content_position = position
+        self.entries.append(StoredBlocks(run, 0, len(blocks)))
 
     def _kind(self, group: int, block_size: int) -> ContentKind:
         kind = self._kinds.get((group, block_size))

@@ -329,14 +329,20 @@ def block_stored(value: BlockStored) -> event_pb2.BlockStored:
     )
     if value.extra_keys is not None:
         for keys in value.extra_keys:
-            entry = message.extra_keys.add()
-            for key in keys or ():
-                if isinstance(key, str):
-                    entry.keys.add(text=key)
-                elif isinstance(key, bytes):
-                    entry.keys.add(digest=key)
-                else:
-                    entry.keys.add().multimodal.CopyFrom(
-                        event_pb2.MultimodalKey(identifier=key[0], offset=key[1])
-                    )
+            message.extra_keys.append(extra_key_list(keys or ()))
+    return message
+
+
+def extra_key_list(keys: Iterable[Any]) -> event_pb2.ExtraKeyList:
+    """Of one block."""
+    message = event_pb2.ExtraKeyList()
+    for key in keys:
+        if isinstance(key, str):
+            message.keys.add(text=key)
+        elif isinstance(key, bytes):
+            message.keys.add(digest=key)
+        else:
+            message.keys.add().multimodal.CopyFrom(
+                event_pb2.MultimodalKey(identifier=key[0], offset=key[1])
+            )
     return message

@@ -34,7 +34,8 @@ class ImportJob:
 
     ``contents``: bring what is known of the blocks besides their bytes. ``take``: called
     with what the peer has ready, by group, part by part; answers the ids of the blocks to
-    fill, one a hash of the part, 0 for one that gets none. None: they are named already.
+    fill, one a hash of the part, 0 for one that gets none, or None: the import is to end with
+    what has come. A ``take`` of None: they are named already.
     """
 
     peer: str
@@ -44,7 +45,7 @@ class ImportJob:
     checksums: bool
     contents: bool
     deadline_seconds: float
-    take: Callable[[Mapping[int, Ready]], Mapping[int, Sequence[int]]] | None = None
+    take: Callable[[Mapping[int, Ready]], Mapping[int, Sequence[int]] | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +58,30 @@ class ImportProgress:
 
 
 @dataclass(frozen=True, slots=True)
-class ImportReport:
-    """How an import ended.
+class ImportPart:
+    """What some of the hashes have come to; no byte lands in their blocks any more.
 
-    ``statuses``, by group, one a hash: IMPORTED if its bytes are in its block, verified and
-    valid (the peer answered OK to CloseTransfer); else PENDING, MISSING or FAILED.
-    ``contents`` by group, of imported blocks in order. ``failures`` of paths that were tried.
+    ``first``: the first of them, by group; ``statuses``, one a hash: IMPORTED if its bytes are
+    in its block, verified and valid (the peer answered OK to CloseTransfer); else PENDING,
+    MISSING or FAILED. ``contents`` by group, of imported blocks in order, if they were asked for.
     """
+
+    first: Mapping[int, int]
+    statuses: Mapping[int, bytes]
+    contents: Mapping[int, Sequence[pb.ContentRun]]
+
+
+@dataclass(frozen=True, slots=True)
+class ImportReport:
+    """How an import ended. What no part told of has failed. ``failures`` of paths tried."""
 
     num_blocks: int
     num_bytes: int
     path: pb.TransferPath
-    statuses: Mapping[int, bytes]
-    contents: Mapping[int, Sequence[pb.BlockContent]]
     failures: Sequence[pb.PathFailure]
+
+
+ImportNews = ImportProgress | ImportPart | ImportReport
 
 
 class DataPlane(Protocol):
@@ -94,8 +105,8 @@ class DataPlane(Protocol):
     def close_transfer(self, transfer_id: str) -> None:
         """PullBlocks of the transfer end, and none begins any more."""
 
-    def import_blocks(self, job: ImportJob) -> AsyncIterator[ImportProgress | ImportReport]:
-        """Run an import: progress, at last one report.
+    def import_blocks(self, job: ImportJob) -> AsyncIterator[ImportNews]:
+        """Run an import: progress, parts, at last one report.
 
         Closing the iterator cancels the import. The iterator ends (by report, error or
         close) only when no byte can land in the job's blocks any more: a copy that hangs

@@ -12,16 +12,23 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kvcore.content_run import ContentRun
 from kvcore.errors import InvalidArgument, KVDepotError, Unavailable
 from kvcore.import_job import Filled, Import, ImportResult, ImportStatus, Ready
 from kvcore.transfer import ID_SHOWN
 from kvdepot.v1 import transfer_pb2 as pb
-from kvserver.contents import imported_content
-from kvserver.data_plane import ImportGroup, ImportJob, ImportProgress, ImportReport
+from kvserver.contents import content_run
+from kvserver.data_plane import (
+    ImportGroup,
+    ImportJob,
+    ImportPart,
+    ImportProgress,
+    ImportReport,
+)
 from kvserver.transfers import ListedTransfer
 
 if TYPE_CHECKING:
@@ -42,14 +49,9 @@ FAILURE_REASONS = frozenset(
 )
 # What an import that is over its deadline gets beyond what the data plane allows it.
 _SLACK_SECONDS = 10.0
-# Of a report, before others have their turn: some milliseconds.
+# Of a part, before others have their turn: a millisecond or two.
 _TURN_BLOCKS = 1024
-_FAILED = Filled(ImportStatus.FAILED)
-_FROM_THE_PEER: dict[int, Filled] = {
-    pb.IMPORT_STATUS_IMPORTED: Filled(ImportStatus.IMPORTED),
-    pb.IMPORT_STATUS_PENDING: Filled(ImportStatus.PENDING),
-    pb.IMPORT_STATUS_MISSING: Filled(ImportStatus.MISSING),
-}
+_IMPORTED = bytes([ImportStatus.IMPORTED])
 
 
 class RunningImport:
@@ -65,7 +67,7 @@ class RunningImport:
         self.result: ImportResult | None = None
         self.error: Exception | None = None
         self._task: asyncio.Task[None] | None = None
-        self._stopped = False
+        self._stopped = self._cut_short = False
         self._news = asyncio.Event()
 
     @property
@@ -78,6 +80,11 @@ class RunningImport:
         """Whether it was told to stop."""
         return self._stopped
 
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether it was told to stop, and to answer with what had come."""
+        return self._cut_short
+
     def run(self, work: asyncio.Task[None]) -> None:
         """``work`` is what runs it."""
         self._task = work
@@ -88,6 +95,11 @@ class RunningImport:
         if not self._stopped and self._task is not None:
             self._stopped = True
             self._task.cancel()
+
+    def cut_short(self) -> None:
+        """Have it end soon, with what has come."""
+        self._cut_short = self._cut_short or not self._stopped
+        self.stop()
 
     def tell(self) -> None:
         """There is news."""
@@ -163,6 +175,14 @@ class Imports:
         if self._running:
             await asyncio.wait(list(self._running.values()), timeout=seconds)
 
+    def cut_void_short(self) -> None:
+        """There may have been a reset: of what it was for, nothing more is brought."""
+        generation = self._node.depot.generation
+        for running in self._running:
+            found = running.found
+            if found.request is None and found.generation != generation:
+                running.cut_short()
+
     def stop_all(self) -> None:
         """Have all end soon."""
         for running in self._running:
@@ -202,7 +222,9 @@ class Imports:
             iterator = self._node.require_data_plane().import_blocks(job)
             try:
                 async for item in iterator:
-                    if isinstance(item, ImportReport):
+                    if isinstance(item, ImportPart):
+                        await self._fill(running.found, item)
+                    elif isinstance(item, ImportReport):
                         report = item
                     else:
                         running.progress = item
@@ -216,20 +238,39 @@ class Imports:
             finally:
                 watchdog.cancel()
                 await _ended(iterator)
-        filled = None if report is None else await _filled(job, report)
-        self._finish(running, job, report, error, filled)
+        await _turns(self._node.depot.imports.release(running.found))
+        self._finish(running, job, report, error)
 
-    def _take(self, found: Import, ready: Mapping[int, Ready]) -> Mapping[int, Sequence[int]]:
+    def _take(
+        self, found: Import, ready: Mapping[int, Ready]
+    ) -> Mapping[int, Sequence[int]] | None:
         """The peer has said what it has."""
+        imports = self._node.depot.imports
         try:
-            return self._node.depot.imports.take(found, ready)
+            taken = imports.take(found, ready)
+            return None if imports.is_void(found) else taken
         finally:
             self._node.publish()
+
+    async def _fill(self, found: Import, part: ImportPart) -> None:
+        """A part has come. Others have their turn meanwhile, as its blocks are registered."""
+        imports = self._node.depot.imports
+        for group, statuses in part.statuses.items():
+            first = part.first[group]
+            for some, contents in _slices(statuses, part.contents.get(group, ())):
+                try:
+                    imports.fill(found, {group: Filled(first, some, contents)})
+                finally:
+                    self._node.publish()
+                first += len(some)
+                await _turn()
 
     def _never_ran(self, running: RunningImport, job: ImportJob) -> None:
         """It was stopped before its first step."""
         if running in self._running:
-            self._finish(running, job, None, None, None)
+            for _ in self._node.depot.imports.release(running.found):
+                pass
+            self._finish(running, job, None, None)
 
     def _finish(
         self,
@@ -237,13 +278,12 @@ class Imports:
         job: ImportJob,
         report: ImportReport | None,
         error: Exception | None,
-        filled: Mapping[int, Sequence[Filled]] | None,
     ) -> None:
         """The iterator has ended: no byte can land any more."""
         node = self._node
         del self._running[running]
         try:
-            result = node.depot.imports.finish(running.found, filled)
+            result = node.depot.imports.end(running.found)
         finally:
             node.publish()
         self._count(running, result, report, error)
@@ -252,7 +292,7 @@ class Imports:
             running.failures = report.failures
         if error is not None:
             running.error = error
-        elif report is None and job.groups and running.is_stopped:
+        elif report is None and job.groups and running.is_stopped and not running.is_cut_short:
             running.error = Unavailable(
                 "the import was stopped",
                 reason="DRAINING" if node.draining_streams else "IMPORT_STOPPED",
@@ -260,6 +300,9 @@ class Imports:
             )
         else:
             running.result = result
+            if running.is_cut_short:
+                reason = "RESET: this server's cache was reset meanwhile"
+                running.failures = [*running.failures, pb.PathFailure(reason=reason)]
         running.tell()
 
     def _count(
@@ -307,27 +350,41 @@ def _counted(reason: str) -> str:
     return "other"
 
 
-async def _filled(job: ImportJob, report: ImportReport) -> Mapping[int, Sequence[Filled]]:
-    """The report, as the core takes it. What it does not say has failed.
+def _slices(
+    statuses: bytes, contents: Sequence[pb.ContentRun]
+) -> Iterator[tuple[bytes, list[ContentRun]]]:
+    """A part cut in slices that do not take long, each with what is known of its blocks."""
+    at, runs, num_blocks = 0, iter(contents), 0
+    slice_runs: list[ContentRun] = []
+    for message in runs:
+        slice_runs.append(content_run(message))
+        num_blocks += message.num_blocks
+        if num_blocks >= _TURN_BLOCKS:
+            end = _end_of(statuses, at, num_blocks)
+            yield statuses[at:end], slice_runs
+            at, num_blocks, slice_runs = end, 0, []
+    yield statuses[at:], slice_runs
 
-    Others have their turn meanwhile; it is not cut short by a cancellation.
-    """
-    filled: dict[int, Sequence[Filled]] = {}
-    for group in job.groups:
-        told = report.statuses.get(group.group, b"").ljust(len(group.hashes), b"\0")
-        contents = iter(report.contents.get(group.group, ()))
-        entries: list[Filled] = []
-        for status, block_hash in zip(told, group.hashes, strict=False):
-            if status == pb.IMPORT_STATUS_IMPORTED and job.contents:
-                content = imported_content(next(contents, pb.BlockContent()), block_hash)
-                entries.append(Filled(ImportStatus.IMPORTED, content))
-            else:
-                entries.append(_FROM_THE_PEER.get(status, _FAILED))
-            if len(entries) % _TURN_BLOCKS == 0:
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.sleep(0)
-        filled[group.group] = entries
-    return filled
+
+def _end_of(statuses: bytes, at: int, num_imported: int) -> int:
+    """Behind the so manieth imported one from ``at`` on."""
+    if statuses.count(_IMPORTED, at, at + num_imported) == num_imported:
+        return at + num_imported
+    for _ in range(num_imported):
+        at = statuses.index(_IMPORTED, at) + 1
+    return at
+
+
+async def _turns(work: Iterator[None]) -> None:
+    """Do ``work``, others between its parts."""
+    for _ in work:
+        await _turn()
+
+
+async def _turn() -> None:
+    """Let others have their turn; a cancellation that comes meanwhile has been seen already."""
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.sleep(0)
 
 
 async def _ended(iterator: AsyncIterator[object]) -> None:

@@ -303,6 +303,8 @@ class Node:
         entries = self.depot.take_feed()
         if entries:
             self.publisher.publish(entries)
+            if len(self.imports):
+                self.imports.cut_void_short()
 
     # --- bytes ------------------------------------------------------------------------
 

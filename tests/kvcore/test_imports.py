@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterable, Sequence
 import pytest
 
 from building import content, full, groups_config, make_depot, mamba, token_bytes, window
+from importing import Entry, finish
 from kvcore.check import check
+from kvcore.content_run import ContentRun
 from kvcore.depot import Depot
 from kvcore.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 from kvcore.events import BlockStored
 from kvcore.hashing import ExtraKeys
-from kvcore.import_job import Filled, Import, ImportedContent, ImportStatus, Ready
+from kvcore.import_job import Import, ImportStatus, Ready
 from kvcore.operation import FreeMode, Outcome, SlotRequest
 from kvcore.reset import ResetMode, ResetScope
 from kvcore.session import Session
@@ -30,14 +32,14 @@ IMPORTED, PRESENT, MISSING, FAILED, NO_FIT, NOT_ATTEMPTED = (
 SIZE = 4
 
 
-def chain(depot: Depot, tokens: Iterable[int]) -> tuple[list[bytes], list[ImportedContent]]:
+def chain(depot: Depot, tokens: Iterable[int]) -> tuple[list[bytes], list[ContentRun]]:
     """The hashes of a prompt, and what a peer would say of its blocks."""
     ids = list(tokens)
     hashes = depot.scheme.chain(SIZE, ExtraKeys())
     hashes.extend(token_bytes(ids), len(ids))
     contents = [
-        ImportedContent(
-            hashes.hashes[i - 1] if i else None, token_bytes(ids[i * SIZE : (i + 1) * SIZE])
+        ContentRun(
+            1, hashes.hashes[i - 1] if i else None, token_bytes(ids[i * SIZE : (i + 1) * SIZE])
         )
         for i in range(len(hashes.hashes))
     ]
@@ -56,14 +58,14 @@ def take_all(depot: Depot, found: Import) -> None:
     depot.imports.take(found, ready)
 
 
-def filled(contents: Iterable[ImportedContent]) -> dict[int, list[Filled]]:
-    return {0: [Filled(IMPORTED, content) for content in contents]}
+def filled(contents: Iterable[ContentRun]) -> dict[int, list[Entry]]:
+    return {0: [Entry(IMPORTED, content) for content in contents]}
 
 
 def bring(depot: Depot, tokens: Iterable[int]) -> list[bytes]:
     """An import of a prompt in which everything goes well."""
     hashes, contents = chain(depot, tokens)
-    depot.imports.finish(begin(depot, hashes), filled(contents))
+    finish(depot, begin(depot, hashes), filled(contents))
     return hashes
 
 
@@ -97,7 +99,7 @@ def test_what_came_is_a_hit_told_as_any_and_evicted_tail_first() -> None:
     found = begin(depot, hashes)
     assert found.groups[0].wanted() == (hashes, [1, 2, 3])
     assert states(depot) == {"in_transfer": 3, "free": 5}
-    result = depot.imports.finish(found, filled(contents))
+    result = finish(depot, found, filled(contents))
     assert list(result.statuses[0]) == [IMPORTED] * 3
     assert states(depot) == {"cached": 3, "free": 5}
     assert depot.pool.free_queue.block_ids()[-3:] == [3, 2, 1]
@@ -129,8 +131,8 @@ def test_a_block_behind_one_that_did_not_come_is_not_registered() -> None:
     hashes, contents = chain(depot, range(16))
     found = begin(depot, hashes)
     entries = filled(contents)
-    entries[0][1] = Filled(MISSING)
-    result = depot.imports.finish(found, entries)
+    entries[0][1] = Entry(MISSING)
+    result = finish(depot, found, entries)
     assert list(result.statuses[0]) == [IMPORTED, MISSING, NOT_ATTEMPTED, NOT_ATTEMPTED]
     assert states(depot) == {"cached": 1, "free": 7}
 
@@ -142,8 +144,8 @@ def test_a_missing_branch_does_not_take_another_one_along() -> None:
     right, of_right = chain(depot, [*range(4), *range(70, 74)])
     found = begin(depot, [*trunk, *left[1:], right[1]])
     entries = filled([*of_trunk, *of_left[1:], of_right[1]])
-    entries[0][1] = Filled(FAILED)
-    result = depot.imports.finish(found, entries)
+    entries[0][1] = Entry(FAILED)
+    result = finish(depot, found, entries)
     assert list(result.statuses[0]) == [IMPORTED, FAILED, NOT_ATTEMPTED, IMPORTED]
     assert states(depot) == {"cached": 2, "free": 6}
 
@@ -159,9 +161,9 @@ def test_nothing_is_evicted_for_what_the_peer_does_not_have() -> None:
     assert states(depot) == {"cached": 3, "in_transfer": 1}
     assert depot.imports.take(found, third) == {0: [0, 0, 4, 0]}
     assert depot.imports.take(found, {0: Ready(2, [True])}) == {0: [4]}
-    missing = Filled(ImportStatus.MISSING)
-    came = {0: [missing, missing, Filled(ImportStatus.FAILED), missing]}
-    assert set(depot.imports.finish(found, came).statuses[0]) == {
+    missing = Entry(ImportStatus.MISSING)
+    came = {0: [missing, missing, Entry(ImportStatus.FAILED), missing]}
+    assert set(finish(depot, found, came).statuses[0]) == {
         ImportStatus.MISSING,
         ImportStatus.FAILED,
     }
@@ -174,9 +176,9 @@ def test_what_is_here_is_not_evicted_for_what_is_not() -> None:
     bring(depot, range(50, 54))
     hashes, contents = chain(depot, range(20))
     found = begin(depot, hashes)
-    assert found.groups[0].statuses == [PRESENT, PRESENT, 0, 0, NO_FIT]
+    assert list(found.groups[0].statuses) == [PRESENT, PRESENT, 0, 0, NO_FIT]
     assert states(depot) == {"pinned": 2, "in_transfer": 2}
-    result = depot.imports.finish(found, filled(contents[2:5]))
+    result = finish(depot, found, filled(contents[2:5]))
     assert list(result.statuses[0]) == [PRESENT, PRESENT, IMPORTED, IMPORTED, NO_FIT]
     assert states(depot) == {"cached": 4}
 
@@ -185,8 +187,8 @@ def test_the_watermark_is_left_alone() -> None:
     depot = make_depot(11, watermark=0.5)
     hashes, _ = chain(depot, range(40))
     found = begin(depot, hashes)
-    assert [status is NO_FIT for status in found.groups[0].statuses] == [False] * 5 + [True] * 5
-    depot.imports.finish(found, None)
+    assert [status == NO_FIT for status in found.groups[0].statuses] == [False] * 5 + [True] * 5
+    finish(depot, found, None)
 
 
 def test_blocks_held_back_for_steps_in_flight_are_not_taken() -> None:
@@ -197,7 +199,7 @@ def test_blocks_held_back_for_steps_in_flight_are_not_taken() -> None:
     depot.free(session, "a", FreeMode.FINISH, False)
     found = begin(depot, chain(depot, range(50, 66))[0])
     assert found.groups[0].wanted()[1] == [4, 0, 0, 0]
-    depot.imports.finish(found, None)
+    finish(depot, found, None)
     assert states(depot) == {"quarantined": 3, "free": 1}
 
 
@@ -208,14 +210,14 @@ def test_all_groups_get_their_first_parts_when_not_all_fit() -> None:
     take_all(depot, found)
     assert [len(group.running) for group in found.groups] == [2, 2]
     assert states(depot) == {"in_transfer": 4}
-    depot.imports.finish(found, None)
+    finish(depot, found, None)
     assert states(depot) == {"free": 4}
 
 
 def test_cancelled() -> None:
     depot = make_depot(9)
     hashes, _ = chain(depot, range(12))
-    result = depot.imports.finish(begin(depot, hashes), None)
+    result = finish(depot, begin(depot, hashes), None)
     assert list(result.statuses[0]) == [FAILED] * 3
     assert states(depot) == {"free": 8}
     assert depot.take_truth_events() == []
@@ -231,7 +233,7 @@ def test_a_reset_meanwhile(scope: ResetScope | None) -> None:
         depot.reset_prefix_cache(ResetMode.REFUSE, scope)
     assert f"transfer {found.import_id[:8]} of peer (3 blocks)" in caught.value.message
     depot.reset_prefix_cache(ResetMode.FORCE, scope)
-    result = depot.imports.finish(found, filled(contents[1:]))
+    result = finish(depot, found, filled(contents[1:]))
     assert list(result.statuses[0]) == [FAILED if scope is None else PRESENT, FAILED, FAILED]
     assert states(depot) == ({"free": 8} if scope is None else {"cached": 1, "free": 7})
 
@@ -244,7 +246,7 @@ def test_after_a_reset_no_block_is_taken_for_the_rest() -> None:
     assert first[0] != [0]
     depot.reset_prefix_cache(ResetMode.FORCE)
     assert depot.imports.take(found, {0: Ready(1, [True, True])}) == {0: [0, 0]}
-    assert list(depot.imports.finish(found, None).statuses[0]) == [FAILED] * 3
+    assert list(finish(depot, found, None).statuses[0]) == [FAILED] * 3
     assert states(depot) == {"free": 8}
 
 
@@ -256,7 +258,7 @@ def test_a_drain_waits_for_an_import_and_lets_none_begin() -> None:
     with pytest.raises(FailedPrecondition) as caught:
         begin(depot, hashes)
     assert caught.value.reason == "RESET_PENDING"
-    depot.imports.finish(found, filled(contents))
+    finish(depot, found, filled(contents))
     assert depot.drain_state(pending.drain_id).done
     assert states(depot) == {"free": 8}
 
@@ -266,8 +268,8 @@ def test_the_same_hashes_twice_at_once() -> None:
     hashes, contents = chain(depot, range(8))
     first, second = begin(depot, hashes), begin(depot, hashes)
     assert not set(first.groups[0].wanted()[1]) & set(second.groups[0].wanted()[1])
-    assert list(depot.imports.finish(second, filled(contents)).statuses[0]) == [IMPORTED] * 2
-    assert list(depot.imports.finish(first, filled(contents)).statuses[0]) == [PRESENT] * 2
+    assert list(finish(depot, second, filled(contents)).statuses[0]) == [IMPORTED] * 2
+    assert list(finish(depot, first, filled(contents)).statuses[0]) == [PRESENT] * 2
     assert states(depot) == {"cached": 2, "free": 6}
     assert len(depot.take_truth_events()) == 2
 
@@ -280,7 +282,7 @@ def test_a_scheduler_computes_meanwhile_what_is_on_its_way() -> None:
     session.begin(1, 0)
     depot.allocate_slots(session, SlotRequest("a", content(range(9))))
     # Registered, but nobody else may read it yet: what came is the first that can be.
-    result = depot.imports.finish(found, filled(contents))
+    result = finish(depot, found, filled(contents))
     assert list(result.statuses[0]) == [IMPORTED] * 2
     assert len(depot.take_truth_events()) == 2
     session.begin(2, 1)
@@ -294,7 +296,7 @@ def test_what_was_here_is_evicted_by_an_operator_meanwhile() -> None:
     hashes, contents = chain(depot, range(8))
     found = begin(depot, hashes)
     depot.evict_blocks([1])
-    result = depot.imports.finish(found, filled(contents[1:]))
+    result = finish(depot, found, filled(contents[1:]))
     assert list(result.statuses[0]) == [FAILED, NOT_ATTEMPTED]
     assert states(depot) == {"free": 8}
 
@@ -303,13 +305,13 @@ def test_what_was_here_is_evicted_by_an_operator_meanwhile() -> None:
     "wrong",
     [
         pytest.param(None, id="unknown content"),
-        pytest.param(ImportedContent(None, token_bytes(range(3))), id="other tokens"),
+        pytest.param(ContentRun(1, None, token_bytes(range(3))), id="other tokens"),
     ],
 )
-def test_content_that_cannot_be_told_is_not_registered(wrong: ImportedContent | None) -> None:
+def test_content_that_cannot_be_told_is_not_registered(wrong: ContentRun | None) -> None:
     depot = make_depot(9)
     hashes, _ = chain(depot, range(4))
-    result = depot.imports.finish(begin(depot, hashes), {0: [Filled(IMPORTED, wrong)]})
+    result = finish(depot, begin(depot, hashes), {0: [Entry(IMPORTED, wrong)]})
     assert list(result.statuses[0]) == [FAILED]
     assert states(depot) == {"free": 8}
 
@@ -318,9 +320,7 @@ def test_the_first_missing_parents_are_told() -> None:
     depot = make_depot(100)
     chains = [chain(depot, range(100 * number, 100 * number + 8)) for number in range(70)]
     hashes = [hashes[1] for hashes, _ in chains]
-    result = depot.imports.finish(
-        begin(depot, hashes), filled(contents[1] for _, contents in chains)
-    )
+    result = finish(depot, begin(depot, hashes), filled(contents[1] for _, contents in chains))
     assert list(result.statuses[0]) == [NOT_ATTEMPTED] * 70
     assert result.missing_parents == {0: [hashes[0] for hashes, _ in chains[:64]]}
 
@@ -329,7 +329,7 @@ def test_an_empty_parent_is_one_that_is_not_here() -> None:
     depot = make_depot(9)
     hashes, contents = chain(depot, range(8))
     wrong = [entry._replace(parent_hash=b"") for entry in contents]
-    result = depot.imports.finish(begin(depot, hashes), filled(wrong))
+    result = finish(depot, begin(depot, hashes), filled(wrong))
     assert list(result.statuses[0]) == [NOT_ATTEMPTED] * 2
     assert result.missing_parents == {}  # no block has that name
     assert states(depot) == {"free": 8}
@@ -339,7 +339,7 @@ def test_a_reset_by_lora_and_salt_finds_what_was_imported() -> None:
     depot = make_depot(9)
     hashes, contents = chain(depot, range(8))
     told = [entry._replace(lora_name="A", cache_salt="s") for entry in contents]
-    depot.imports.finish(begin(depot, hashes), filled(told))
+    finish(depot, begin(depot, hashes), filled(told))
     depot.reset_prefix_cache(ResetMode.REFUSE, ResetScope(lora_name="A", cache_salt="other"))
     assert states(depot) == {"cached": 2, "free": 6}
     depot.reset_prefix_cache(ResetMode.REFUSE, ResetScope(lora_name="A", cache_salt="s"))
@@ -359,7 +359,7 @@ def test_the_blocks_for_external_tokens_are_filled_and_then_confirmed() -> None:
     # Of 13 tokens 4 are here, 8 make full blocks, and the last one is in none.
     assert found.groups[0].wanted() == (hashes[1:], [2, 3])
     assert states(depot) == {"live": 4, "free": 4}
-    result = depot.imports.finish(found, {0: [Filled(IMPORTED)] * 2})
+    result = finish(depot, found, {0: [Entry(IMPORTED)] * 2})
     assert result.num_tokens == 12
     assert states(depot) == {"live": 4, "free": 4}
     depot.take_truth_events()
@@ -383,14 +383,14 @@ def test_the_verified_prefix(entries: list[ImportStatus] | None, num_tokens: int
     session = depot.open_session("")
     delay(depot, session, "a", range(17), 16)
     found = depot.imports.begin_request("peer", session, "a")
-    came = None if entries is None else {0: [Filled(entry) for entry in entries]}
-    assert depot.imports.finish(found, came).num_tokens == num_tokens
+    came = None if entries is None else {0: [Entry(entry) for entry in entries]}
+    assert finish(depot, found, came).num_tokens == num_tokens
     assert depot.cache_blocks(session, "a", None, num_tokens)
     # What is missing can be had elsewhere: those blocks are filled again.
     if num_tokens < 16:
         again = depot.imports.begin_request("other", session, "a")
         assert len(again.groups[0].wanted()[0]) == 4 - num_tokens // SIZE
-        depot.imports.finish(again, None)
+        finish(depot, again, None)
     assert check(depot) == []
 
 
@@ -408,7 +408,7 @@ def test_a_request_is_freed_midway(mode: FreeMode) -> None:
     assert states(depot) == {"in_transfer": 3}
     again = SlotRequest("b", content(range(50, 54)))
     assert depot.allocate_slots(session, again).outcome is Outcome.NO_FIT
-    result = depot.imports.finish(found, {0: [Filled(IMPORTED)] * 3})
+    result = finish(depot, found, {0: [Entry(IMPORTED)] * 3})
     assert result.num_tokens == 0
     assert states(depot) == {"free": 3}
     assert depot.take_truth_events() == []
@@ -430,10 +430,10 @@ def test_blocks_that_a_step_in_flight_may_use_are_not_filled_for_a_request() -> 
     assert states(depot) == {"live": 2, "quarantined": 2, "free": 1}
     session.begin(3, 1)
     found = depot.imports.begin_request("peer", session, "b")
-    assert depot.imports.finish(found, {0: [Filled(IMPORTED)] * 2}).num_tokens == 8
+    assert finish(depot, found, {0: [Entry(IMPORTED)] * 2}).num_tokens == 8
     # Blocks that no step in flight has used are filled at once.
     delay(depot, session, "c", range(70, 79), 8)
-    depot.imports.finish(depot.imports.begin_request("peer", session, "c"), None)
+    finish(depot, depot.imports.begin_request("peer", session, "c"), None)
     assert check(depot) == []
 
 
@@ -447,9 +447,9 @@ def test_a_preempted_request_is_admitted_anew_while_its_old_blocks_are_filled() 
     new = depot.imports.begin_request("peer", session, "a")
     assert not set(old.groups[0].wanted()[1]) & set(new.groups[0].wanted()[1])
     assert states(depot) == {"live": 3, "in_transfer": 3, "free": 2}
-    assert depot.imports.finish(old, {0: [Filled(IMPORTED)] * 3}).num_tokens == 0
+    assert finish(depot, old, {0: [Entry(IMPORTED)] * 3}).num_tokens == 0
     assert session.requests["a"].importing is new
-    assert depot.imports.finish(new, {0: [Filled(IMPORTED)] * 3}).num_tokens == 12
+    assert finish(depot, new, {0: [Entry(IMPORTED)] * 3}).num_tokens == 12
     assert states(depot) == {"live": 3, "free": 5}
 
 
@@ -461,7 +461,7 @@ def test_the_session_ends_midway_and_its_workers_do_not() -> None:
     found = depot.imports.begin_request("peer", session, "a")
     depot.close_session(session)
     assert states(depot) == {"in_transfer": 3}
-    assert depot.imports.finish(found, {0: [Filled(IMPORTED)] * 3}).num_tokens == 0
+    assert finish(depot, found, {0: [Entry(IMPORTED)] * 3}).num_tokens == 0
     assert states(depot) == {"quarantined": 3}
     depot.detach_worker(session)
     assert states(depot) == {"free": 3}
@@ -487,7 +487,7 @@ def test_nothing_else_is_done_to_a_request_meanwhile() -> None:
     with pytest.raises(FailedPrecondition) as caught:
         depot.cache_blocks(session, "a", content([99], 2), 0)
     assert caught.value.reason == "SHARED_BLOCK"
-    depot.imports.finish(found, None)
+    finish(depot, found, None)
     assert check(depot) == []
 
 
@@ -497,7 +497,7 @@ def test_after_a_forced_reset_the_request_goes_on_but_registers_nothing() -> Non
     delay(depot, session, "a", range(13), 12)
     found = depot.imports.begin_request("peer", session, "a")
     depot.reset_prefix_cache(ResetMode.FORCE)
-    assert depot.imports.finish(found, {0: [Filled(IMPORTED)] * 3}).num_tokens == 12
+    assert finish(depot, found, {0: [Entry(IMPORTED)] * 3}).num_tokens == 12
     depot.take_truth_events()
     depot.cache_blocks(session, "a", None, 12)
     assert depot.take_truth_events() == []
@@ -510,7 +510,7 @@ def test_a_copy_that_is_here_already_is_none_of_the_request() -> None:
     delay(depot, session, "a", range(13), 12)
     bring(depot, range(12))  # after the look-up
     found = depot.imports.begin_request("peer", session, "a")
-    assert depot.imports.finish(found, {0: [Filled(IMPORTED)] * 3}).num_tokens == 12
+    assert finish(depot, found, {0: [Entry(IMPORTED)] * 3}).num_tokens == 12
     depot.take_truth_events()
     depot.cache_blocks(session, "a", None, 12)
     assert depot.take_truth_events() == []  # it was told of before
@@ -544,10 +544,10 @@ def test_hybrid(
     found = depot.imports.begin_request("peer", session, "a")
     assert [len(group.wanted()[0]) for group in found.groups] == wanted
     assert all(0 not in group.wanted()[1] for group in found.groups)
-    entries = {number: [Filled(IMPORTED)] * count for number, count in enumerate(wanted)}
+    entries = {number: [Entry(IMPORTED)] * count for number, count in enumerate(wanted)}
     if lost is not None:
-        entries[lost[0]][lost[1]] = Filled(FAILED)
-    assert depot.imports.finish(found, entries).num_tokens == num_tokens
+        entries[lost[0]][lost[1]] = Entry(FAILED)
+    assert finish(depot, found, entries).num_tokens == num_tokens
     if num_tokens:
         depot.cache_blocks(session, "a", None, num_tokens)
         depot.free(session, "a", FreeMode.FINISH, False)
@@ -563,8 +563,8 @@ def test_of_a_wider_window_fewer_tokens_are_still_a_prefix() -> None:
     found = depot.imports.begin_request("peer", session, "a")
     # Of 12 tokens the next one's window looks at 4 to 12, of 8 at 0 to 8.
     assert [list(group.positions) for group in found.groups] == [[0, 1, 2], [1, 2]]
-    entries = {0: [Filled(IMPORTED)] * 3, 1: [Filled(IMPORTED), Filled(FAILED)]}
-    assert depot.imports.finish(found, entries).num_tokens == 0
+    entries = {0: [Entry(IMPORTED)] * 3, 1: [Entry(IMPORTED), Entry(FAILED)]}
+    assert finish(depot, found, entries).num_tokens == 0
     assert check(depot) == []
 
 

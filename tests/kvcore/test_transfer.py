@@ -88,7 +88,7 @@ def test_a_refusal_says_what_transfers_and_imports_keep() -> None:
     assert (refused.no_fit.pinned_blocks, refused.no_fit.in_transfer_blocks) == (3, 1)
     assert states(depot) == {"live": 2, "pinned": 3, "in_transfer": 1, "free": 2}
     assert refused.no_fit.free_blocks == 2
-    depot.imports.finish(found, None)
+    depot.imports.finish(found)
     depot.transfers.close(transfer.transfer_id)
 
 

@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 from building import full, groups_config, token_bytes, window
+from importing import Entry, finish
+from kvcore.content_run import ContentRun
 from kvcore.depot import Depot
 from kvcore.errors import FailedPrecondition
 from kvcore.hashing import ExtraKeys
-from kvcore.import_job import Filled, Import, ImportedContent, ImportStatus, Ready
+from kvcore.import_job import Import, ImportStatus, Ready
 from kvcore.operation import SlotRequest
 from kvcore.request import Request, RequestStatus
 from kvcore.reset import ResetScope
@@ -114,7 +116,7 @@ class Transfers(Sessions):
 
     def _prompt(
         self, prompt: tuple[int, int], lora_name: str | None
-    ) -> list[list[tuple[bytes, ImportedContent]]]:
+    ) -> list[list[tuple[bytes, ContentRun]]]:
         """What a peer has of a prompt, by group."""
         config = self.depot.config
         tokens = token_bytes(range(*prompt))
@@ -129,7 +131,8 @@ class Transfers(Sessions):
                 [
                     (
                         block_hash,
-                        ImportedContent(
+                        ContentRun(
+                            1,
                             hashes[i - 1] if i else None,
                             tokens[4 * i * size : 4 * (i + 1) * size],
                             lora_name=lora_name,
@@ -233,9 +236,9 @@ class Transfers(Sessions):
         }
         filled = {
             group.group: [
-                Filled(ImportStatus.IMPORTED, contents.get(block_hash))
+                Entry(ImportStatus.IMPORTED, contents.get(block_hash))
                 if data.draw(st.integers(0, 3))
-                else Filled(ImportStatus.MISSING)
+                else Entry(ImportStatus.MISSING)
                 for block_hash in group.wanted()[0]
             ]
             for group in found.groups
@@ -243,7 +246,7 @@ class Transfers(Sessions):
         wanted = dict(_wanted(found))
         current = found.request is not None and found.request.importing is found
         generation = self.depot.generation
-        result = self.depot.imports.finish(found, None if cancelled else filled)
+        result = finish(self.depot, found, None if cancelled else filled)
         for group in found.groups:
             for block_hash, status in zip(group.hashes, result.statuses[group.group], strict=True):
                 block_id = wanted.get((group.group, block_hash))

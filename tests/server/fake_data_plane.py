@@ -13,8 +13,8 @@ from kvcore.memory import PoolMemory
 from kvcore.transfer import BlockStatus, GroupHashes
 from kvdepot.v1 import transfer_pb2 as pb
 from kvserver.config import ServerConfig
-from kvserver.contents import add_contents
-from kvserver.data_plane import ImportJob, ImportProgress, ImportReport
+from kvserver.contents import add_contents, chosen
+from kvserver.data_plane import ImportJob, ImportNews, ImportPart, ImportProgress, ImportReport
 from kvserver.serve import Server
 
 _REPORTED = {
@@ -67,7 +67,7 @@ class FakeDataPlane:
         """As DataPlane's."""
         del self.opened[transfer_id]
 
-    async def import_blocks(self, job: ImportJob) -> AsyncIterator[ImportProgress | ImportReport]:
+    async def import_blocks(self, job: ImportJob) -> AsyncIterator[ImportNews]:
         """As DataPlane's."""
         self.jobs.append(job)
         try:
@@ -75,7 +75,7 @@ class FakeDataPlane:
                 raise Unavailable(f"{job.peer} does not answer", reason="UNAVAILABLE")
             if job.peer not in self.peers:
                 raise InvalidArgument(f"there is no peer {job.peer!r}", field="peer")
-            report = self._copy(job)
+            part, report = self._copy(job)
             yield ImportProgress(report.num_blocks, report.num_bytes, report.path)
             if self.mode == "die":
                 raise RuntimeError("the process that copies died")
@@ -88,13 +88,14 @@ class FakeDataPlane:
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.sleep(0.01)
                 yield ImportProgress(1, 1, pb.TRANSFER_PATH_GRPC)
+            yield part
             yield report
         finally:
             self.num_ending += 1
             await self.settled.wait()
             self.num_ended += 1
 
-    def _copy(self, job: ImportJob) -> ImportReport:
+    def _copy(self, job: ImportJob) -> tuple[ImportPart, ImportReport]:
         """All at once. What the peer does not vouch for at the end has failed."""
         source = self.peers[job.peer].node
         assert source.data_plane is not None
@@ -104,16 +105,13 @@ class FakeDataPlane:
         )
         taken = {group.group: group.block_ids for group in job.groups}
         if job.take is not None:
-            taken.update(
-                job.take(
-                    {
-                        group.group: Ready(0, [s == BlockStatus.READY for s in group.statuses])
-                        for group in transfer.groups
-                    }
-                )
-            )
+            ready = {
+                group.group: Ready(0, [s == BlockStatus.READY for s in group.statuses])
+                for group in transfer.groups
+            }
+            taken.update(job.take(ready) or {})
         statuses: dict[int, bytes] = {}
-        contents: dict[int, list[pb.BlockContent]] = {}
+        contents: dict[int, list[pb.ContentRun]] = {}
         num_blocks = num_bytes = 0
         for wanted, group in zip(job.groups, transfer.groups, strict=True):
             ids = taken[wanted.group]
@@ -123,12 +121,12 @@ class FakeDataPlane:
                 else pb.IMPORT_STATUS_FAILED
                 for s, block_id in zip(group.statuses, ids, strict=True)
             )
-            ready = [i for block, i in zip(group.blocks, ids, strict=True) if block is not None]
+            there = [at for at, block in enumerate(group.blocks) if block is not None]
             told = pb.GroupBlocks()
             add_contents(told, source.depot.pool, group, max_bytes=1 << 20)
-            contents[group.group] = [
-                content for content, block_id in zip(told.contents, ready, strict=True) if block_id
-            ]
+            contents[group.group] = chosen(
+                told.contents, [group.hashes[at] for at in there], [ids[at] != 0 for at in there]
+            )
             for block, block_id in zip(group.blocks, ids, strict=True):
                 if block is not None and block_id:
                     pages = source.data_plane.memory.block_pages(block.block_id, group.group)
@@ -144,14 +142,8 @@ class FakeDataPlane:
                 group: bytes([pb.IMPORT_STATUS_FAILED] * len(column))
                 for group, column in statuses.items()
             }
-        return ImportReport(
-            num_blocks=num_blocks,
-            num_bytes=num_bytes,
-            path=pb.TRANSFER_PATH_GRPC,
-            statuses=statuses,
-            contents=contents if job.contents else {},
-            failures=failures,
-        )
+        part = ImportPart(dict.fromkeys(statuses, 0), statuses, contents if job.contents else {})
+        return part, ImportReport(num_blocks, num_bytes, pb.TRANSFER_PATH_GRPC, failures)
 
 
 def write_pages(memory: PoolMemory, block_id: int, group: int, pages: bytes) -> None:

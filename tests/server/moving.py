@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,13 @@ from kvcore.memory import PoolMemory, Span
 from kvdepot.v1 import transfer_pb2 as pb
 from kvdepot.v1 import transfer_pb2_grpc
 from kvserver.config import ServerConfig
-from kvserver.data_plane import ImportGroup, ImportJob, ImportProgress, ImportReport
+from kvserver.data_plane import (
+    ImportGroup,
+    ImportJob,
+    ImportPart,
+    ImportProgress,
+    ImportReport,
+)
 from kvserver.mover.handle import MoverHandle
 from kvserver.mover.pages import spans_of
 from serving import event_loop_thread
@@ -39,6 +45,23 @@ IMPORTED, PENDING, MISSING, FAILED = (
 def block_hash(group: int, block_id: int) -> bytes:
     """The hash under which a node has its block."""
     return bytes([group]) + block_id.to_bytes(31, "big")
+
+
+def tokens(name: bytes) -> bytes:
+    """What a node says are the 16 tokens of the block of this hash."""
+    return name + name
+
+
+@dataclass(frozen=True)
+class Whole:
+    """How an import ended, its parts put together; ``names``: of blocks of known content."""
+
+    num_blocks: int
+    num_bytes: int
+    path: int
+    statuses: dict[int, bytes]
+    names: dict[int, list[bytes]]
+    failures: Sequence[pb.PathFailure]
 
 
 class MovingNode(transfer_pb2_grpc.KVTransferServiceServicer):
@@ -177,8 +200,9 @@ class MovingNode(transfer_pb2_grpc.KVTransferServiceServicer):
                 ready = status == pb.BLOCK_STATUS_READY
                 statuses.append(status)
                 ids.append(block_id if ready else 0)
-                if request.contents and ready:
-                    answer.contents.add().stored.block_hashes.append(name)
+            there = [block_hash(asked.group, i) for i in ids if i]
+            if request.contents and there:
+                answer.contents.add(num_blocks=len(there), token_ids=b"".join(map(tokens, there)))
             answer.statuses = bytes(statuses)
             answer.block_ids = b"".join(number.to_bytes(4, "little") for number in ids)
             blocks[asked.group] = ids
@@ -228,7 +252,7 @@ class MovingNode(transfer_pb2_grpc.KVTransferServiceServicer):
         )
         return replace(made, **job)
 
-    def run_import(self, job: ImportJob) -> tuple[ImportReport, list[ImportProgress]]:
+    def run_import(self, job: ImportJob) -> tuple[Whole, list[ImportProgress]]:
         """All that the iterator gives."""
         return self.begin_import(job).result()
 
@@ -242,32 +266,52 @@ class RunningImport:
 
     def __init__(self, node: MovingNode, job: ImportJob) -> None:
         self.progress: list[ImportProgress] = []
+        self.parts: list[ImportPart] = []
         self.seconds = 0.0
         self.begun = threading.Event()
         self._future = asyncio.run_coroutine_threadsafe(self._run(node, job), node.loop.loop)
 
-    async def _run(self, node: MovingNode, job: ImportJob) -> ImportReport:
+    async def _run(self, node: MovingNode, job: ImportJob) -> Whole:
         began = time.monotonic()
         reports = []
+        statuses = {g.group: bytearray([FAILED] * len(g.hashes)) for g in job.groups}
+        names: dict[int, list[bytes]] = {g.group: [] for g in job.groups}
         iterator: Any = node.handle.import_blocks(job)
         try:
             async with contextlib.aclosing(iterator) as items:
                 async for item in items:
                     if isinstance(item, ImportReport):
                         reports.append(item)
+                    elif isinstance(item, ImportPart):
+                        self.parts.append(item)
+                        for group, told in item.statuses.items():
+                            first = item.first[group]
+                            statuses[group][first : first + len(told)] = told
+                            runs = item.contents.get(group, ())
+                            ids = b"".join(run.token_ids for run in runs)
+                            names[group] += [ids[i : i + 32] for i in range(0, len(ids), 64)]
+                            assert len(names[group]) in (0, statuses[group].count(IMPORTED))
                     else:
                         self.progress.append(item)
                         self.begun.set()
         finally:
             self.seconds = time.monotonic() - began
         (report,) = reports
-        return report
+        assert all(len(statuses[g.group]) == len(g.hashes) for g in job.groups)
+        return Whole(
+            report.num_blocks,
+            report.num_bytes,
+            report.path,
+            {group: bytes(column) for group, column in statuses.items()},
+            names,
+            report.failures,
+        )
 
     def cancel(self) -> None:
         """Close the iterator; returns when that is done."""
         self._future.cancel()
 
-    def result(self) -> tuple[ImportReport, list[ImportProgress]]:
+    def result(self) -> tuple[Whole, list[ImportProgress]]:
         """The report, or what the import raised."""
         return self._future.result(TIMEOUT_SECONDS), self.progress
 

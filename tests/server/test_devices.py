@@ -207,7 +207,8 @@ def run_import(ranks: Ranks, peer: MovingNode, **message: Any) -> dict[str, Any]
     importer = Importer(IMPORTER, ranks.pool, ranks.devices)
     Job(importer, job | message, lambda **told: said.append(told)).run()
     assert said[-1]["op"] == "report", said[-1]
-    return said[-1]
+    statuses = b"".join(told["statuses"][0] for told in said if told["op"] == "part")
+    return said[-1] | {"statuses": {0: statuses}}
 
 
 def test_an_import_from_a_pool_in_a_file(made: Any, peer: MovingNode) -> None:

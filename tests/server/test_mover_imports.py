@@ -132,8 +132,7 @@ def test_every_hash_is_answered(kept: Start) -> None:
     report, _ = destination.run_import(job)
     assert report.statuses == {0: bytes([IMPORTED, MISSING, PENDING, IMPORTED])}
     assert report.path == MAPPING
-    contents = [content.stored.block_hashes[0] for content in report.contents[0]]
-    assert contents == [job.groups[0].hashes[0], job.groups[0].hashes[3]]
+    assert report.names[0] == [job.groups[0].hashes[0], job.groups[0].hashes[3]]
     assert_imported(source, destination, {0: [(1, 1), (4, 4)]})
 
 
@@ -153,8 +152,7 @@ def test_blocks_are_taken_when_the_peer_has_said_what_it_has(kept: Start, path: 
     report, _ = destination.run_import(job)
     assert asked == [{0: (0, [1, 0, 0, 1, 1])}]
     assert report.statuses == {0: bytes([IMPORTED, MISSING, PENDING, FAILED, IMPORTED])}
-    contents = [content.stored.block_hashes[0] for content in report.contents[0]]
-    assert contents == [job.groups[0].hashes[0], job.groups[0].hashes[4]]
+    assert report.names[0] == [job.groups[0].hashes[0], job.groups[0].hashes[4]]
     assert_imported(source, destination, {0: [(1, 7), (5, 9)]})
     assert source.transfers == set()
     # Nothing that is there: nobody is asked.
@@ -388,8 +386,7 @@ def test_an_import_in_parts(kept: Start, path: int) -> None:
     ]
     assert (list(report.failures), report.statuses) == ([], {0: bytes([IMPORTED]) * 27})
     assert (report.num_blocks, report.num_bytes) == (27, 27 * 24 * 8192)
-    contents = [content.stored.block_hashes[0] for content in report.contents[0]]
-    assert contents == job.groups[0].hashes
+    assert report.names[0] == job.groups[0].hashes
     assert_imported(source, destination, {0: [(i, i + 2) for i in range(1, 28)]})
     assert source.transfers == set()
     told = [item.num_blocks for item in progress]
@@ -425,8 +422,7 @@ def test_what_the_peer_evicts_between_parts_is_missing(kept: Start) -> None:
     report, _ = destination.run_import(job)
     assert report.statuses == {0: FIVE + bytes([IMPORTED, MISSING, MISSING, IMPORTED, IMPORTED])}
     assert not report.failures
-    contents = [content.stored.block_hashes[0] for content in report.contents[0]]
-    assert contents == [*job.groups[0].hashes[:6], *job.groups[0].hashes[8:]]
+    assert report.names[0] == [*job.groups[0].hashes[:6], *job.groups[0].hashes[8:]]
 
 
 def test_a_later_part_that_is_refused_leaves_the_others(kept: Start) -> None:
@@ -439,7 +435,7 @@ def test_a_later_part_that_is_refused_leaves_the_others(kept: Start) -> None:
     source.on_open = refuse
     report, _ = destination.run_import(job)
     assert report.statuses == {0: FIVE + bytes([FAILED]) * 5}
-    assert (report.num_blocks, len(report.contents[0])) == (5, 5)
+    assert (report.num_blocks, len(report.names[0])) == (5, 5)
     (failure,) = report.failures
     assert "going away" in failure.reason
     assert source.transfers == set()
@@ -457,7 +453,7 @@ def test_a_part_whose_lease_ran_out_is_lost_alone(kept: Start) -> None:
     source.on_close = lose_the_first
     report, _ = destination.run_import(job)
     assert report.statuses == {0: bytes([FAILED]) * 5 + FIVE}
-    assert (report.num_blocks, len(report.contents[0])) == (5, 5)
+    assert (report.num_blocks, len(report.names[0])) == (5, 5)
     assert len(report.failures) == 1
 
 

@@ -89,11 +89,10 @@ def test_hashes_are_answered_and_the_ready_ones_pinned(served: Served) -> None:
     assert list(group.statuses) == [READY, MISSING, PENDING, READY]
     assert struct.unpack("<4I", group.block_ids) == (1, 0, 0, 2)
     assert not group.block_hashes
-    stored = [content.stored for content in group.contents]
-    assert [list(block.block_hashes) for block in stored] == [[hashes[0]], [hashes[1]]]
-    assert [block.token_ids for block in stored] == [PROMPT[:16], PROMPT[16:32]]
-    assert stored[1].parent_block_hash == hashes[0]
-    assert not any(content.HasField("cache_salt") for content in group.contents)
+    # The second follows the first, and the start of a chain has no parent.
+    assert list(group.contents) == [
+        transfer_pb2.ContentRun(num_blocks=2, token_ids=PROMPT[:32], lora_id=None)
+    ]
     assert opened.reach == served.data_plane.reach()
     assert served.data_plane.opened == {opened.transfer_id: {0: [1, 0, 0, 2]}}
     assert num_pinned(served) == 2
@@ -129,11 +128,12 @@ def test_salt_and_lora_are_told(served: Served) -> None:
     scheduler.allocate("a", num_new_tokens=10, **slots)
     scheduler.cache("a", 10)
     opened = open_transfer(served, ready_hashes(served), contents=True)
-    for position, content in enumerate(opened.groups[0].contents):
-        assert content.cache_salt == "s"
-        assert content.stored.lora_name == "A"
-        keys = [key.text for key in content.stored.extra_keys[0].keys]
-        assert keys == (["A", "s"] if position == 0 else ["A"])
+    (run,) = opened.groups[0].contents
+    assert (run.num_blocks, run.cache_salt, run.lora_name) == (2, "s", "A")
+    assert [
+        (told.first, told.num_blocks, [key.text for key in told.keys.keys])
+        for told in run.extra_keys
+    ] == [(0, 1, ["A", "s"]), (1, 1, ["A"])]
 
 
 def test_a_lease_runs_out_while_the_peer_reads(serve: Serve) -> None:
@@ -328,11 +328,13 @@ def test_refused(
 
 
 def test_contents_larger_than_a_message_leave_no_transfer(serve: Serve) -> None:
-    served = serve(num_blocks=400, max_message_bytes=1 << 16)
+    served = serve(num_blocks=400, block_size=64, max_message_bytes=1 << 16)
     scheduler = served.open()
-    scheduler.admit("a", tokens(*range(1560)))
-    scheduler.cache("a", 1520)
-    hashes = ready_hashes(served)
+    for name, first, num_blocks in (("a", 0, 230), ("b", 1, 160)):
+        scheduler.admit(name, tokens(*range(first, first + 64 * num_blocks)))
+        scheduler.cache(name, 64 * num_blocks)
+    requests = served.server.node.depot.sessions[scheduler.opened.session_id].requests
+    hashes = [*requests["a"].block_hashes, *requests["b"].block_hashes]
     assert len(hashes) == 390
     detail = refused(
         lambda: open_transfer(served, hashes, contents=True), grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -340,11 +342,11 @@ def test_contents_larger_than_a_message_leave_no_transfer(serve: Serve) -> None:
     assert (detail.reason, detail.field) == ("CONTENTS_TOO_LARGE", "contents")
     assert num_pinned(served) == 0 and served.data_plane.opened == {}
     opened = open_transfer(served, hashes[:200], contents=True)
-    assert len(opened.groups[0].contents) == 200
+    assert [run.num_blocks for run in opened.groups[0].contents] == [200]
     assert opened.ByteSize() < 1 << 16
     few = [*hashes[:100], *(number.to_bytes(32, "big") for number in range(700))]
     opened = open_transfer(served, few, contents=True)
-    assert len(opened.groups[0].contents) == 100
+    assert [run.num_blocks for run in opened.groups[0].contents] == [100]
     assert opened.ByteSize() < 1 << 16
     named = transfer_pb2.SessionRequest(
         session_id=scheduler.opened.session_id, epoch=opened.epoch, request_id="a"

@@ -116,13 +116,33 @@ class OpenTransferRequest(_message.Message):
     contents: bool
     def __init__(self, fingerprint: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupHashes, _Mapping]]] = ..., request: _Optional[_Union[SessionRequest, _Mapping]] = ..., lease_ttl_seconds: _Optional[float] = ..., name: _Optional[str] = ..., contents: bool = ...) -> None: ...
 
-class BlockContent(_message.Message):
-    __slots__ = ("stored", "cache_salt")
-    STORED_FIELD_NUMBER: _ClassVar[int]
+class ContentRun(_message.Message):
+    __slots__ = ("num_blocks", "parent_hash", "token_ids", "extra_keys", "lora_id", "lora_name", "cache_salt")
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PARENT_HASH_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    EXTRA_KEYS_FIELD_NUMBER: _ClassVar[int]
+    LORA_ID_FIELD_NUMBER: _ClassVar[int]
+    LORA_NAME_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
-    stored: _event_pb2.BlockStored
+    num_blocks: int
+    parent_hash: bytes
+    token_ids: bytes
+    extra_keys: _containers.RepeatedCompositeFieldContainer[ExtraKeyRange]
+    lora_id: int
+    lora_name: str
     cache_salt: str
-    def __init__(self, stored: _Optional[_Union[_event_pb2.BlockStored, _Mapping]] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    def __init__(self, num_blocks: _Optional[int] = ..., parent_hash: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., extra_keys: _Optional[_Iterable[_Union[ExtraKeyRange, _Mapping]]] = ..., lora_id: _Optional[int] = ..., lora_name: _Optional[str] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+
+class ExtraKeyRange(_message.Message):
+    __slots__ = ("first", "num_blocks", "keys")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    first: int
+    num_blocks: int
+    keys: _event_pb2.ExtraKeyList
+    def __init__(self, first: _Optional[int] = ..., num_blocks: _Optional[int] = ..., keys: _Optional[_Union[_event_pb2.ExtraKeyList, _Mapping]] = ...) -> None: ...
 
 class GroupBlocks(_message.Message):
     __slots__ = ("group", "statuses", "block_ids", "block_hashes", "contents")
@@ -135,8 +155,8 @@ class GroupBlocks(_message.Message):
     statuses: bytes
     block_ids: bytes
     block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
-    contents: _containers.RepeatedCompositeFieldContainer[BlockContent]
-    def __init__(self, group: _Optional[int] = ..., statuses: _Optional[bytes] = ..., block_ids: _Optional[bytes] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., contents: _Optional[_Iterable[_Union[BlockContent, _Mapping]]] = ...) -> None: ...
+    contents: _containers.RepeatedCompositeFieldContainer[ContentRun]
+    def __init__(self, group: _Optional[int] = ..., statuses: _Optional[bytes] = ..., block_ids: _Optional[bytes] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., contents: _Optional[_Iterable[_Union[ContentRun, _Mapping]]] = ...) -> None: ...
 
 class NixlRegion(_message.Message):
     __slots__ = ("kind", "device", "address", "nbytes")

@@ -12,7 +12,7 @@ from kvcore.memory import PoolMemory, layer_layouts
 from kvdepot.v1 import transfer_pb2 as pb
 from kvserver import convert_pool
 from kvserver.config import ConfigError, ServerConfig, is_loopback, split_address
-from kvserver.data_plane import ImportJob, ImportProgress, ImportReport
+from kvserver.data_plane import ImportJob, ImportNews
 from kvserver.mover.channel import Message
 from kvserver.mover.child import Child
 from kvserver.mover.host import host_id
@@ -86,7 +86,7 @@ class MoverHandle:
         if self._transfers.pop(transfer_id, None) is not None:
             self._tell(op="close", id=transfer_id)
 
-    def import_blocks(self, job: ImportJob) -> AsyncIterator[ImportProgress | ImportReport]:
+    def import_blocks(self, job: ImportJob) -> AsyncIterator[ImportNews]:
         """As DataPlane's."""
         return self._imports.run(job)
 

@@ -39,17 +39,22 @@ class Importer:
 
     def parts(self, num_hashes: dict[int, int], *, contents: bool) -> list[Part]:
         """How an import of so many hashes, by group, is divided."""
-        pool, hash_bytes = self.pool, []
-        ranks = max(1, pool.decode_context_parallel_size * pool.prefill_context_parallel_size)
-        for group in num_hashes:
-            token_bytes = 4 * pool.groups[group].spec.block_size * ranks
-            hash_bytes.append(_ANSWER_BYTES + (_CONTENT_BYTES + token_bytes if contents else 0))
+        hash_bytes = [
+            _ANSWER_BYTES + (_CONTENT_BYTES + self.token_bytes(group) if contents else 0)
+            for group in num_hashes
+        ]
         return parts_of(
             list(num_hashes.values()),
             hash_bytes,
             max_blocks=self._part_blocks,
             max_bytes=self._part_bytes,
         )
+
+    def token_bytes(self, group: int) -> int:
+        """Of the token ids of one block."""
+        pool = self.pool
+        ranks = max(1, pool.decode_context_parallel_size * pool.prefill_context_parallel_size)
+        return 4 * pool.groups[group].spec.block_size * ranks
 
     def pool_of(self, peer: Peer, epoch: str, seconds: float) -> types_pb2.PoolDescription:
         """The pool of a peer in this epoch of its; asked for once."""

@@ -14,7 +14,7 @@ from typing import Any
 from kvcore import errors
 from kvcore.import_job import Ready
 from kvdepot.v1 import transfer_pb2 as pb
-from kvserver.data_plane import ImportJob, ImportProgress, ImportReport
+from kvserver.data_plane import ImportJob, ImportNews, ImportPart, ImportProgress, ImportReport
 from kvserver.mover.channel import Message
 from kvserver.mover.child import COPYING, Child
 
@@ -91,29 +91,28 @@ class Imports:
             if self._process is not None:
                 await self._process.end()
 
-    async def run(self, job: ImportJob) -> AsyncIterator[ImportProgress | ImportReport]:
+    async def run(self, job: ImportJob) -> AsyncIterator[ImportNews]:
         """As DataPlane.import_blocks."""
         number = next(self._numbers)
         ends_at = time.monotonic() + job.deadline_seconds
+        came = _Came(job)
         while True:
             process = await self._running()
             inbox: asyncio.Queue[Message | None] = asyncio.Queue()
             process.inboxes[number] = inbox
-            process.child.send(**_as_message(job, number, ends_at - time.monotonic()))
+            process.child.send(**came.message(number, ends_at - time.monotonic()))
             ended = hung = False
             try:
                 while (message := await _within(inbox, ends_at + _GRACE_SECONDS)) is not None:
                     ended = message["op"] in ("report", "error")
                     if message["op"] == "progress":
-                        yield ImportProgress(message["blocks"], message["bytes"], message["path"])
+                        yield came.progress(message)
                     elif message["op"] == "found":
-                        assert job.take is not None
-                        ready = {group: Ready(*told) for group, told in message["ready"].items()}
-                        taken = job.take(ready)
-                        ids = {group: list(column) for group, column in taken.items()}
-                        process.child.send(op="blocks", job=number, ids=ids)
+                        process.child.send(op="blocks", job=number, ids=came.take(message))
+                    elif message["op"] == "part":
+                        yield came.part(message)
                     elif message["op"] == "report":
-                        yield _report(message)
+                        yield came.report(message)
                         return
                     elif message["op"] == "error":
                         raise _error(message)
@@ -127,9 +126,10 @@ class Imports:
                     await _for_certain(self._stop(process, number, inbox))
                 del process.inboxes[number]
             if process.killed_for in (None, number) or self._closed or time.monotonic() > ends_at:
-                yield _failed(job, "the process that copied was ended")
+                yield came.cut_short("the process that copied was ended")
                 return
-            # It was killed on account of another.
+            # It was killed on account of another: another process does the rest.
+            came.begin_again()
 
     async def _stop(
         self, process: _Process, number: int, inbox: asyncio.Queue[Message | None]
@@ -188,48 +188,94 @@ async def _for_certain(work: Any) -> None:
         raise asyncio.CancelledError
 
 
-def _as_message(job: ImportJob, number: int, deadline: float) -> Message:
-    return {
-        "op": "import",
-        "job": number,
-        "peer": job.peer,
-        "fingerprint": job.fingerprint,
-        "groups": [
-            {"group": group.group, "hashes": list(group.hashes), "ids": list(group.block_ids)}
-            for group in job.groups
-        ],
-        "paths": [int(path) for path in job.paths],
-        "checksums": job.checksums,
-        "contents": job.contents,
-        "takes": job.take is not None,
-        "deadline": deadline,
-    }
+class _Came:
+    """What has come of an import, whichever processes it ran in."""
 
+    def __init__(self, job: ImportJob) -> None:
+        self._job = job
+        # Of each group, the hashes that are told of, and those that were when the process began.
+        self._done = {group.group: 0 for group in job.groups}
+        self._began = dict(self._done)
+        # Of parts that counted; and of those of processes before.
+        self._blocks = self._bytes = self._blocks_before = self._bytes_before = 0
+        self._path = pb.TRANSFER_PATH_UNSPECIFIED
 
-def _report(message: Message) -> ImportReport:
-    return ImportReport(
-        num_blocks=message["blocks"],
-        num_bytes=message["bytes"],
-        path=message["path"],
-        statuses=message["statuses"],
-        contents={
-            group: pb.GroupBlocks.FromString(told).contents
-            for group, told in message["contents"].items()
-        },
-        failures=[pb.PathFailure(path=path, reason=reason) for path, reason in message["failures"]],
-    )
+    def begin_again(self) -> None:
+        """What has come, stays."""
+        self._began = dict(self._done)
+        self._blocks_before, self._bytes_before = self._blocks, self._bytes
 
+    def message(self, number: int, deadline: float) -> Message:
+        """To a process: what is left to do."""
+        job = self._job
+        return {
+            "op": "import",
+            "job": number,
+            "peer": job.peer,
+            "fingerprint": job.fingerprint,
+            "groups": [
+                {
+                    "group": group.group,
+                    "hashes": list(group.hashes[self._began[group.group] :]),
+                    "ids": list(group.block_ids[self._began[group.group] :]),
+                }
+                for group in job.groups
+            ],
+            "paths": [int(path) for path in job.paths],
+            "checksums": job.checksums,
+            "contents": job.contents,
+            "takes": job.take is not None,
+            "deadline": deadline,
+        }
 
-def _failed(job: ImportJob, reason: str) -> ImportReport:
-    failed = bytes([pb.IMPORT_STATUS_FAILED])
-    return ImportReport(
-        num_blocks=0,
-        num_bytes=0,
-        path=pb.TRANSFER_PATH_UNSPECIFIED,
-        statuses={group.group: failed * len(group.hashes) for group in job.groups},
-        contents={group.group: [] for group in job.groups},
-        failures=[pb.PathFailure(reason=reason)],
-    )
+    def take(self, message: Message) -> dict[int, list[int]] | None:
+        """The blocks for what the peer has; None: it is to end."""
+        assert self._job.take is not None
+        taken = self._job.take(
+            {
+                group: Ready(first + self._began[group], is_ready)
+                for group, (first, is_ready) in message["ready"].items()
+            }
+        )
+        if taken is None:
+            return None
+        return {group: list(column) for group, column in taken.items()}
+
+    def progress(self, message: Message) -> ImportProgress:
+        self._path = message["path"]
+        return ImportProgress(
+            message["blocks"] + self._blocks_before,
+            message["bytes"] + self._bytes_before,
+            message["path"],
+        )
+
+    def part(self, message: Message) -> ImportPart:
+        progress = self.progress(message)
+        self._blocks, self._bytes = progress.num_blocks, progress.num_bytes
+        first = {group: at + self._began[group] for group, at in message["first"].items()}
+        statuses: dict[int, bytes] = message["statuses"]
+        for group, told in statuses.items():
+            self._done[group] = first[group] + len(told)
+        return ImportPart(
+            first,
+            statuses,
+            {
+                group: pb.GroupBlocks.FromString(told).contents
+                for group, told in message["contents"].items()
+            },
+        )
+
+    def report(self, message: Message) -> ImportReport:
+        progress = self.progress(message)
+        failures = [
+            pb.PathFailure(path=path, reason=reason) for path, reason in message["failures"]
+        ]
+        return ImportReport(progress.num_blocks, progress.num_bytes, progress.path, failures)
+
+    def cut_short(self, reason: str) -> ImportReport:
+        """What had come by then, counts."""
+        failures = [pb.PathFailure(path=self._path, reason=reason)]
+        return ImportReport(self._blocks, self._bytes, self._path, failures)
 
 
 def _error(message: Message) -> errors.KVDepotError:

@@ -9,7 +9,6 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from itertools import compress
 from queue import Empty, SimpleQueue
 
 import numpy as np
@@ -19,6 +18,7 @@ import kvcore.errors
 from kvcore.memory import Span
 from kvdepot.v1 import transfer_pb2 as pb
 from kvdepot.v1 import types_pb2
+from kvserver.contents import chosen, misfit, num_told
 from kvserver.mover import mapping, reading, stream
 from kvserver.mover.channel import Message
 from kvserver.mover.copying import Copy, PathFailed, Stopped, Stuck, Task
@@ -39,6 +39,10 @@ MAPPING, NIXL, GRPC = (
 BEST_FIRST = (MAPPING, NIXL, GRPC)
 # Of the deadline, for closing the transfer.
 _CLOSE_SHARE, _CLOSE_SECONDS_MAX = 0.1, 1.0
+# What the node is told of a block by its BlockStatus, if its bytes have not come.
+_TOLD = np.full(max(pb.BlockStatus.values()) + 2, pb.IMPORT_STATUS_FAILED, np.uint8)
+_TOLD[pb.BLOCK_STATUS_PENDING] = pb.IMPORT_STATUS_PENDING
+_TOLD[pb.BLOCK_STATUS_MISSING] = pb.IMPORT_STATUS_MISSING
 _REFUSED = (kvclient.errors.KVDepotError, kvcore.errors.KVDepotError)
 
 
@@ -78,11 +82,8 @@ class Job:
             contents=self._contents,
             seconds_left=self._seconds_left,
         )
-        # Of the parts that came, and what they came to.
-        self._statuses = [
-            np.full(len(hashes), pb.IMPORT_STATUS_FAILED, np.uint8) for _, hashes, _ in self._groups
-        ]
-        self._contents_came = [pb.GroupBlocks() for _ in self._groups]
+        # The node wants nothing more of it, but what has come.
+        self._enough = False
         self._num_blocks = self._num_bytes = self._num_parts = 0
         # Of the blocks and bytes so far: a part may turn out not to count, but nobody is told less.
         self._told_blocks = self._told_bytes = 0
@@ -96,9 +97,10 @@ class Job:
         self._given.put(None)
         self._peer.stop()
 
-    def give(self, ids: dict[int, list[int]]) -> None:
-        """The blocks to fill with what the peer has."""
-        self._given.put(ids)
+    def give(self, ids: dict[int, list[int]] | None) -> None:
+        """The blocks to fill with what the peer has; None: that is enough."""
+        self._enough = ids is None
+        self._given.put(ids or {})
 
     def run(self) -> None:
         """The import; its last word is its report, or why there is none."""
@@ -131,7 +133,7 @@ class Job:
             with closing(self._opening.opened()) as opened:
                 for part, lease in opened:
                     self._fill(part, lease)
-                    if not self._paths:
+                    if not self._paths or self._enough:
                         break
         except _REFUSED as error:
             # What came before, counts.
@@ -175,26 +177,39 @@ class Job:
         self._num_parts += 1
 
     def _add(self, part: Part, task: Task, opened: pb.OpenTransferResponse, *, valid: bool) -> None:
-        """What has come of a part."""
+        """Say what has come of a part."""
         if valid:
             self._num_blocks += task.num_blocks
             self._num_bytes += task.num_bytes
-        for number, (copy, answer) in enumerate(zip(task.copies, opened.groups, strict=True)):
-            begin, end = part.ranges[number]
-            told = self._statuses[number][begin:end]
+        statuses, contents = {}, {}
+        for copy, answer, (_, hashes, _), (begin, _) in zip(
+            task.copies, opened.groups, self._groups, part.ranges, strict=True
+        ):
             found = np.frombuffer(answer.statuses, np.uint8)
-            told[found == pb.BLOCK_STATUS_PENDING] = pb.IMPORT_STATUS_PENDING
-            told[found == pb.BLOCK_STATUS_MISSING] = pb.IMPORT_STATUS_MISSING
+            told = _TOLD[np.minimum(found, len(_TOLD) - 1)]
             if valid:
                 came = copy.positions[copy.done]
                 told[came] = pb.IMPORT_STATUS_IMPORTED
-                # One a ready block, whether it is copied or not.
-                is_done = np.isin(np.flatnonzero(found == pb.BLOCK_STATUS_READY), came)
-                contents = self._contents_came[number].contents
-                if is_done.all():
-                    contents.MergeFrom(answer.contents)
-                else:
-                    contents.extend(compress(answer.contents, is_done))
+                runs: Sequence[pb.ContentRun] = answer.contents
+                if self._contents and len(came) < num_told(runs):
+                    ready = np.flatnonzero(found == pb.BLOCK_STATUS_READY)
+                    is_done = np.isin(ready, came).tolist()
+                    runs = chosen(runs, [hashes[begin + at] for at in ready], is_done)
+                contents[copy.group] = pb.GroupBlocks(contents=runs).SerializeToString()
+            statuses[copy.group] = told.tobytes()
+        self._send(
+            op="part",
+            job=self._job,
+            first={
+                group: begin
+                for (group, *_), (begin, _) in zip(self._groups, part.ranges, strict=True)
+            },
+            statuses=statuses,
+            contents=contents if self._contents else {},
+            blocks=self._num_blocks,
+            bytes=self._num_bytes,
+            path=self._path,
+        )
 
     def _seconds_left(self) -> float:
         left = self._ends_at - time.monotonic()
@@ -228,11 +243,13 @@ class Job:
                 or (len(sources) and sources.max() >= peer_pool.num_blocks)
             ):
                 break
+            if self._contents and (
+                why := misfit(answer.contents, len(positions), self._importer.token_bytes(group))
+            ):
+                raise _bad_peer(why)
             found.append((group, positions, sources, ids[begin:end], statuses))
         if len(found) != len(self._groups):
-            raise kvcore.errors.FailedPrecondition(
-                "its answer does not fit what was asked for", reason="BAD_PEER", field="peer"
-            )
+            raise _bad_peer("statuses or block_ids are of other blocks")
         taken: dict[int, list[int]] = {}
         if self._takes and any(len(positions) for _, positions, *_ in found):
             taken = self._take(
@@ -347,21 +364,18 @@ class Job:
         for path, num_bad in self._num_bad.items():
             if num_bad:
                 self._fail(path, f"CHECKSUM_MISMATCH: of {num_bad} blocks, other bytes came")
-        groups = [group for group, _, _ in self._groups]
         return {
             "blocks": self._num_blocks,
             "bytes": self._num_bytes,
             "path": self._path,
-            "statuses": {
-                group: statuses.tobytes()
-                for group, statuses in zip(groups, self._statuses, strict=True)
-            },
-            "contents": {
-                group: came.SerializeToString()
-                for group, came in zip(groups, self._contents_came, strict=True)
-            },
             "failures": [list(failure) for failure in self._failures],
         }
+
+
+def _bad_peer(why: str) -> kvcore.errors.FailedPrecondition:
+    return kvcore.errors.FailedPrecondition(
+        f"its answer does not fit what was asked for: {why}", reason="BAD_PEER", field="peer"
+    )
 
 
 def _too_late(message: str) -> kvcore.errors.Unavailable:
