@@ -360,6 +360,12 @@ class ServerConfig:
     import_part_blocks: int = option(
         4096, integer(1, 1 << 24), "blocks that an import asks its peer for at a time", "N"
     )
+    import_copy_threads: int = option(
+        2,
+        integer(1, 64),
+        "threads that copy what peers on this host have, of all imports together",
+        "N",
+    )
     import_bandwidth_bytes: int = option(
         0, num_bytes(0, 1 << 50), "most bytes a second imported from peers; 0: no limit", "BYTES"
     )

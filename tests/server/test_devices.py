@@ -29,7 +29,13 @@ torch = pytest.importorskip("torch")
 
 NUM_BLOCKS = 33
 MAPPING, GRPC = pb.TRANSFER_PATH_MAPPING, pb.TRANSFER_PATH_GRPC
-IMPORTER = {"bandwidth_bytes": 0, "nixl_devices": "lo", "part_blocks": 8, "part_bytes": 1 << 20}
+IMPORTER = {
+    "copy_threads": 2,
+    "bandwidth_bytes": 0,
+    "nixl_devices": "lo",
+    "part_blocks": 8,
+    "part_bytes": 1 << 20,
+}
 SERVING = {"pulls_max": 2, "stall_seconds": 5.0, "bandwidth_bytes": 0}
 MODELS = ["tiny", "gemma-like", "mamba-hybrid"]
 

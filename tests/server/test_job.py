@@ -16,7 +16,13 @@ from kvserver.mover.store import open_store
 from moving import FAILED, IMPORTED, MovingNode, block_hash, moving, pairs
 
 # Ten blocks are two parts.
-IMPORTER = {"bandwidth_bytes": 0, "nixl_devices": "none", "part_blocks": 5, "part_bytes": 1 << 20}
+IMPORTER = {
+    "copy_threads": 2,
+    "bandwidth_bytes": 0,
+    "nixl_devices": "none",
+    "part_blocks": 5,
+    "part_bytes": 1 << 20,
+}
 FIVE, NONE = bytes([IMPORTED]) * 5, bytes([FAILED]) * 5
 Say = Callable[[Job, dict[str, Any]], None]
 

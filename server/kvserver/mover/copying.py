@@ -68,6 +68,7 @@ class Task:
         *,
         store: Store,
         bucket: Bucket,
+        num_copiers: int,
         checksums: bool,
         until: float,
         stopped: threading.Event,
@@ -80,6 +81,7 @@ class Task:
         self.copies = copies
         self.store = store
         self.checksums = checksums
+        self.num_copiers = num_copiers
         self.num_blocks = self.num_bytes = self.num_bad = 0
         self.until = until
         self._bucket = bucket

@@ -51,6 +51,7 @@ class MoverHandle:
                 "pool": self._pool.SerializeToString(),
                 "bandwidth_bytes": config.import_bandwidth_bytes,
                 "part_blocks": config.import_part_blocks,
+                "copy_threads": config.import_copy_threads,
                 # An estimate that is short of long names by half is no matter.
                 "part_bytes": config.max_message_bytes // 2,
                 "nixl_devices": self._nixl_devices(),

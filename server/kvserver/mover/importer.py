@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 from kvdepot.v1 import transfer_pb2 as pb
 from kvdepot.v1 import types_pb2
@@ -30,6 +31,9 @@ class Importer:
         self.bucket = Bucket(start["bandwidth_bytes"])
         self.channels = Channels()
         self.peer_files = mapping.PeerFiles()
+        # For all imports together; they start when they are needed.
+        self.num_copiers: int = start["copy_threads"]
+        self.copiers = ThreadPoolExecutor(self.num_copiers, "kvdepot-copy")
         self._part_blocks: int = start["part_blocks"]
         self._part_bytes: int = start["part_bytes"]
         self._described: dict[str, pb.DescribePoolResponse] = {}

@@ -312,6 +312,7 @@ class Job:
             copies,
             store=self._importer.store,
             bucket=self._importer.bucket,
+            num_copiers=self._importer.num_copiers,
             checksums=self._checksums,
             until=self._copy_until,
             stopped=self._stopped,
@@ -326,7 +327,7 @@ class Job:
         ways: dict[int, tuple[Callable[[], bool], Callable[[], None]]] = {
             MAPPING: (
                 lambda: mapping.offered(task),
-                lambda: mapping.run(task, importer.peer_files),
+                lambda: mapping.run(task, importer.peer_files, importer.copiers),
             ),
             NIXL: (
                 lambda: bool(reach.nixl_agent and reach.nixl_regions and self._agent_offered()),

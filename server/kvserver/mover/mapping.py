@@ -8,23 +8,31 @@ import itertools
 import stat
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Executor, Future, wait
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 
 from kvdepot.v1 import types_pb2
-from kvserver.mover.copying import PathFailed, Task
+from kvserver.mover.copying import Copy, PathFailed, Task
 from kvserver.mover.devices import PoolDevices, on_devices, open_devices
 from kvserver.mover.host import host_id
 from kvserver.mover.pages import PoolFile, file_of, pieces_of
 
-BATCH_BYTES = 32 << 20
-HASHED_BATCH_BYTES = 2 << 20
+# What a thread copies at once, without Python.
+BATCH_BYTES = 8 << 20
+# Less is copied without waking a thread.
+_SMALL_BYTES = 1 << 20
+# Batches that are being copied while the one before them is looked at.
+_AHEAD = 1
 # Rows at least so long are copied one by one; shorter ones by way of a buffer, many at once.
 _LONG_ROW_BYTES = 32 << 10
 _BUFFER_BYTES = 512 << 10
+# Unless so many lie together in our pool, on average.
+_FEW_RUNS = 8
 _KEPT_SECONDS = 60.0
 # Between two looks whether a peer whose file is kept has ended.
 _LOOK_SECONDS = 5.0
@@ -38,8 +46,11 @@ def offered(task: Task) -> bool:
     return on_devices(pool) if isinstance(task.store, PoolDevices) else file_of(pool) is not None
 
 
-def run(task: Task, files: PeerFiles) -> None:
-    """Copy what is left. PathFailed when the bytes cannot be had, or are another's."""
+def run(task: Task, files: PeerFiles, copiers: Executor) -> None:
+    """Copy what is left, by ``copiers``. PathFailed when the bytes cannot be had, or are another's.
+
+    Nothing is copied any more when this returns or raises.
+    """
     if isinstance(task.store, PoolDevices):
         _copy_on_devices(task, task.store)
         return
@@ -54,15 +65,48 @@ def run(task: Task, files: PeerFiles) -> None:
             if not len(copy.left()):
                 continue
             sums = task.sums(copy)
-            # Small enough to be hashed while they are in the processor's cache.
-            batch_bytes = BATCH_BYTES if sums is None else HASHED_BATCH_BYTES
-            for batch in task.batches(copy, batch_bytes):
-                file.check()
-                ours.check()
-                sources, destinations = copy.source_ids[batch], copy.destination_ids[batch]
-                for source, destination in arrays:
-                    copy_rows(source, sources, destination, destinations)
-                task.arrived(copy, batch, sums)
+            # What has been copied is hashed, holding Python, while the next is copied, without.
+            with closing(_copied(task, copy, arrays, (file, ours), copiers)) as copied:
+                for batch in copied:
+                    task.arrived(copy, batch, sums)
+
+
+def _copied(
+    task: Task,
+    copy: Copy,
+    arrays: Sequence[tuple[Any, Any]],
+    files: Sequence[PoolFile],
+    copiers: Executor,
+) -> Generator[Any, None, None]:
+    """The batches of ``copy``, each once it is copied; when closed, none is being copied."""
+
+    def copy_batch(batch: Any) -> None:
+        for file in files:
+            file.check()
+        sources, destinations = copy.source_ids[batch], copy.destination_ids[batch]
+        for source, destination in arrays:
+            copy_rows(source, sources, destination, destinations)
+
+    copying: deque[tuple[Any, Future[None]]] = deque()
+    try:
+        for batch in task.batches(copy, BATCH_BYTES):
+            if len(batch) * copy.block_bytes <= _SMALL_BYTES and not copying:
+                copy_batch(batch)
+                yield batch
+                continue
+            copying.append((batch, copiers.submit(copy_batch, batch)))
+            if len(copying) > task.num_copiers + _AHEAD:
+                first, done = copying[0]
+                done.result()
+                copying.popleft()
+                yield first
+        while copying:
+            first, done = copying[0]
+            done.result()
+            copying.popleft()
+            yield first
+    finally:
+        wait([done for _, done in copying if not done.cancel()])
 
 
 def _copy_on_devices(task: Task, ours: PoolDevices) -> None:
@@ -87,14 +131,20 @@ def _copy_on_devices(task: Task, ours: PoolDevices) -> None:
 def copy_rows(source: Any, sources: Any, destination: Any, destinations: Any) -> None:
     """``destination[destinations] = source[sources]``, with little memory in between."""
     row_bytes = source.shape[1] * source.itemsize
-    if row_bytes >= _LONG_ROW_BYTES:
-        # Neighbours on both sides are copied at once.
-        steps = (np.diff(sources) != 1) | (np.diff(destinations) != 1)
-        edges = [0, *(np.flatnonzero(steps) + 1).tolist(), len(sources)]
+    steps = np.diff(destinations) != 1
+    is_whole = source.flags.c_contiguous and destination.flags.c_contiguous
+    if not is_whole:
+        steps |= np.diff(sources) != 1
+    edges = [0, *(np.flatnonzero(steps) + 1).tolist(), len(sources)]
+    if row_bytes >= _LONG_ROW_BYTES or (is_whole and _FEW_RUNS * len(edges) <= len(sources)):
+        # Neighbours in our pool are copied at once; of pools with gaps, neighbours in both.
         for begin, end in itertools.pairwise(edges):
             ours, theirs = int(destinations[begin]), int(sources[begin])
-            count = end - begin
-            destination[ours : ours + count] = source[theirs : theirs + count]
+            part = destination[ours : ours + end - begin]
+            if is_whole and end - begin > 1:
+                np.take(source, sources[begin:end], axis=0, out=part, mode="clip")
+            else:
+                part[:] = source[theirs : theirs + end - begin]
         return
     step = max(1, _BUFFER_BYTES // row_bytes)
     buffer = np.empty((step, source.shape[1]), source.dtype)
