@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from kvcore.block import FreeKVCacheBlockQueue, KVCacheBlock, NullBlock
+from kvcore.block_sums import BlockSums
 from kvcore.errors import InvalidArgument
 from kvcore.events import MEDIUM, BlockRemoved
 from kvcore.feed import StoredBlocks
@@ -72,6 +73,7 @@ class BlockPool:
         self.partial = PartialHashes(self)
         # By block id, of those whose content has any: the extra keys of who registered it.
         self.extras: dict[int, ExtraKeys] = {}
+        self.sums = BlockSums(config.num_blocks)
         self.views: list[PoolView] = []
         # Free blocks held back by some view.
         self.num_held_blocks = 0
@@ -366,6 +368,7 @@ class BlockPool:
             index.entries.clear()
         self.partial.clear()
         self.extras.clear()
+        self.sums.clear()
         self.num_cached_blocks = 0
         for block in self.blocks:
             num_cleared += block.block_hash is not None
@@ -402,6 +405,8 @@ class BlockPool:
             partial.drop(block, was_readable=was_readable, reason=reason)
         if self.extras:
             self.extras.pop(block.block_id, None)
+        if self.sums.by_id:
+            self.sums.by_id[block.block_id] = 0
         block.block_hash = None
         block.content = None
         block.pending = None

@@ -157,6 +157,25 @@ class Transfers:
                 field="transfer_id",
             )
 
+    def keep_sums(self, transfer_id: str, block_ids: Sequence[int], sums: Sequence[int]) -> None:
+        """Somebody has summed the bytes of blocks under a transfer.
+
+        That counts only while it is open and they have their content: nobody wrote to them.
+        """
+        transfer = self.by_id.get(transfer_id)
+        if transfer is None:
+            return
+        pool = self._depot.pool
+        kept, right = [], []
+        for block_id, value in zip(block_ids, sums, strict=True):
+            block, block_hash = transfer.pinned.get(block_id, _NOT_PINNED)
+            # A block's partial hash says nothing of its last bytes.
+            if block.block_hash == block_hash and pool.partial.num_tokens(block) is None:
+                kept.append(block)
+                right.append(value)
+        if kept:
+            pool.sums.keep(kept, right)
+
     def end(self, transfer_id: str) -> None:
         """Unpin an open transfer's blocks; nobody reads them any more, or it does not count."""
         transfer = self.by_id.pop(transfer_id)
@@ -228,6 +247,7 @@ class Transfers:
             raise limit.error(num_blocks)
 
 
+_NOT_PINNED = KVCacheBlock(-1), b""
 _READY, _MISSING = BlockStatus.READY, BlockStatus.MISSING
 
 

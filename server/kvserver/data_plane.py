@@ -90,6 +90,9 @@ class DataPlane(Protocol):
     pulled_bytes: int
     """Of blocks, sent by PullBlocks so far."""
 
+    on_summed: Callable[[str, Sequence[int], Sequence[int]], None]
+    """Called with checksums that were computed under a transfer: its id, block ids, their sums."""
+
     async def start(self) -> None:
         """Start the process, and wait until it can be reached. It is restarted if it dies."""
 

@@ -104,6 +104,8 @@ class Node:
         self.deadlines = Deadlines(clock)
         self.transfers = Transfers(self)
         self.imports = Imports(self)
+        if data_plane is not None:
+            data_plane.on_summed = depot.transfers.keep_sums
         self._workers: dict[str, set[Worker]] = {}
         self._opened_at: WeakKeyDictionary[Session, float] = WeakKeyDictionary()
         self._replies = Replies(

@@ -126,6 +126,9 @@ class TransferService:
                     block_ids=struct.pack(f"<{len(group.blocks)}I", *group.block_ids),
                     block_hashes=group.hashes if request.HasField("request") else (),
                 )
+                if request.checksums:
+                    sums = depot.pool.sums.of([b for b in group.blocks if b is not None])
+                    entry.checksums = struct.pack(f"<{len(sums)}Q", *sums)
                 if request.contents:
                     room -= add_contents(entry, depot.pool, group, max_bytes=room)
         except BaseException:

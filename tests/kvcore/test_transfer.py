@@ -254,6 +254,54 @@ def test_an_evicted_block_stays_pinned_but_its_bytes_do_not_count() -> None:
     assert states(depot) == {"cached": 1, "free": 7}
 
 
+def drop_by_use(depot: Depot) -> None:
+    session = depot.open_session("")
+    admit(depot, session, "b", range(50, 50 + 4 * 8))
+
+
+@pytest.mark.parametrize(
+    ("drop", "left"),
+    [
+        pytest.param(lambda depot: None, [7, 8], id="nothing"),
+        pytest.param(lambda depot: depot.evict_blocks([1]), [8], id="an operator"),
+        pytest.param(drop_by_use, [], id="other content"),
+        pytest.param(
+            lambda depot: depot.reset_prefix_cache(ResetMode.FORCE, None), [], id="a reset"
+        ),
+        pytest.param(
+            lambda depot: depot.reset_prefix_cache(ResetMode.FORCE, ResetScope(cache_salt="")),
+            [],
+            id="a reset of a scope",
+        ),
+    ],
+)
+def test_checksums_are_known_as_long_as_the_content_is_here(
+    drop: Callable[[Depot], object], left: list[int]
+) -> None:
+    depot = make_depot(9)
+    session = depot.open_session("")
+    hashes = cached(depot, session, "a", range(8))
+    sums = depot.pool.sums
+    transfer = open_hashes(depot, hashes)
+    assert sums.of(transfer.blocks) == [0, 0]
+    depot.transfers.keep_sums(transfer.transfer_id, [1, 2, 5], [7, 8, 9])
+    assert sums.of(depot.pool.blocks[1:]) == [7, 8, 0, 0, 0, 0, 0, 0]  # 5 is not its
+    depot.transfers.close(transfer.transfer_id)
+    # Of a transfer that has ended nothing is kept: the block may be another's.
+    depot.transfers.keep_sums(transfer.transfer_id, [1], [99])
+    drop(depot)
+    assert [value for value in sums.of(depot.pool.blocks) if value] == left
+
+
+def test_checksums_of_content_that_was_dropped_meanwhile_are_not_kept() -> None:
+    depot = make_depot(9)
+    hashes = cached(depot, depot.open_session(""), "a", range(8))
+    transfer = open_hashes(depot, hashes)
+    depot.evict_blocks([1])
+    depot.transfers.keep_sums(transfer.transfer_id, [1, 2], [7, 8])
+    assert depot.pool.sums.of(transfer.blocks) == [0, 8]
+
+
 def test_a_request_of_several_groups() -> None:
     depot = Depot(groups_config(16, full(4), window(4, 4), max_model_len=64))
     session = depot.open_session("")

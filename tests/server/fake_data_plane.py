@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
 from kvcore.errors import InvalidArgument, KVDepotError, Unavailable
@@ -34,6 +34,7 @@ class FakeDataPlane:
 
     def __init__(self, config: ServerConfig, memory: PoolMemory) -> None:
         self.pulled_bytes = 0
+        self.on_summed: Callable[[str, Sequence[int], Sequence[int]], None] = lambda *_: None
         self.memory = memory
         self.peers: dict[str, Server] = {}
         self.mode = "copy"

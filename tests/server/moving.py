@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import os
 import random
+import struct
 import threading
 import time
 import uuid
@@ -92,6 +93,12 @@ class MovingNode(transfer_pb2_grpc.KVTransferServiceServicer):
         self.epoch = uuid.uuid4().hex
         self.pending: set[bytes] = set()
         self.hidden: set[bytes] = set()
+        # Checksums that it knows, by hash, None: it says nothing of any; those that the process
+        # which serves PullBlocks has told it, by block id; and what is behind them in an answer.
+        self.sums: dict[bytes, int] | None = None
+        self.summed: dict[int, int] = {}
+        self.sums_tail = b""
+        self.handle.on_summed = lambda _, ids, sums: self.summed.update(zip(ids, sums, strict=True))
         self.lease_ttl_seconds = 30.0
         self.host_id: str | None = None
         # Of the pool's file, if not the right one.
@@ -203,6 +210,9 @@ class MovingNode(transfer_pb2_grpc.KVTransferServiceServicer):
             there = [block_hash(asked.group, i) for i in ids if i]
             if request.contents and there:
                 answer.contents.add(num_blocks=len(there), token_ids=b"".join(map(tokens, there)))
+            if request.checksums and self.sums is not None:
+                known = [self.sums.get(block_hash(asked.group, i), 0) for i in ids if i]
+                answer.checksums = struct.pack(f"<{len(known)}Q", *known) + self.sums_tail
             answer.statuses = bytes(statuses)
             answer.block_ids = b"".join(number.to_bytes(4, "little") for number in ids)
             blocks[asked.group] = ids

@@ -13,10 +13,22 @@ from typing import Any
 
 import grpc
 import pytest
+import xxhash
 
 from kvcore.errors import FailedPrecondition, Unavailable
 from kvdepot.v1 import transfer_pb2 as pb
-from moving import FAILED, IMPORTED, MISSING, PENDING, MovingNode, eventually, kill, moving, pairs
+from moving import (
+    FAILED,
+    IMPORTED,
+    MISSING,
+    PENDING,
+    MovingNode,
+    block_hash,
+    eventually,
+    kill,
+    moving,
+    pairs,
+)
 
 Start = Callable[..., MovingNode]
 
@@ -262,6 +274,40 @@ def test_a_byte_that_changed_on_the_way_is_found(
     assert report.statuses == {0: bytes([IMPORTED]) * 8}
     assert report.path == GRPC and len(report.failures) == 1
     assert_imported(source, destination, blocks)
+
+
+@pytest.mark.parametrize("path", [MAPPING, pytest.param(NIXL, marks=needs_nixl)])
+def test_checksums_that_the_peer_knows_are_not_computed_again(kept: Start, path: int) -> None:
+    source, destination = both(kept)
+    blocks = {0: pairs(range(1, 9), 1)}
+    job = destination.job(source, blocks, paths=[path])
+    sums = {
+        theirs: xxhash.xxh3_64_intdigest(source.read(0, theirs))
+        for theirs, _ in pairs(range(1, 9), 1)
+    }
+    known = {block_hash(0, theirs): sums[theirs] for theirs in (1, 2, 5)}
+    source.sums = dict(known)
+    report, _ = destination.run_import(job)
+    assert report.statuses == {0: bytes([IMPORTED]) * 8} and not report.failures
+    eventually(lambda: len(source.summed) == 5)
+    assert source.summed == {theirs: sums[theirs] for theirs in (3, 4, 6, 7, 8)}
+    # They prove as much: other bytes come now.
+    source.flip(0, 2)
+    report, _ = destination.run_import(job)
+    assert report.statuses == {0: bytes([IMPORTED, FAILED]) + bytes([IMPORTED]) * 6}
+    # All known: the process that serves PullBlocks is not asked at all.
+    source.summed.clear()
+    source.sums = {block_hash(0, theirs): value for theirs, value in sums.items()}
+    report, _ = destination.run_import(job)
+    assert report.num_blocks == 7 and not source.summed
+
+
+def test_a_peer_that_answers_too_many_checksums(kept: Start) -> None:
+    source, destination = both(kept)
+    source.sums, source.sums_tail = {}, b"\1"
+    with pytest.raises(FailedPrecondition) as caught:
+        destination.run_import(destination.job(source, {0: pairs(range(1, 9), 1)}))
+    assert caught.value.reason == "BAD_PEER" and "checksums are 65 bytes" in caught.value.message
 
 
 def test_nothing_counts_when_the_lease_ran_out_meanwhile(kept: Start) -> None:

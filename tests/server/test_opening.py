@@ -46,7 +46,13 @@ class FakePeer:
 
 def opening(peer: Any) -> Opening:
     return Opening(
-        peer, [(0, HASHES)], PARTS, fingerprint="", contents=False, seconds_left=lambda: 1.0
+        peer,
+        [(0, HASHES)],
+        PARTS,
+        fingerprint="",
+        contents=False,
+        checksums=False,
+        seconds_left=lambda: 1.0,
     )
 
 

@@ -101,6 +101,17 @@ def test_hashes_are_answered_and_the_ready_ones_pinned(served: Served) -> None:
     assert num_pinned(served) == 0
 
 
+def test_checksums_are_computed_once(served: Served) -> None:
+    _, hashes = cached(served)
+    opened = open_transfer(served, [b"?" * 32, *hashes], checksums=True)
+    assert struct.unpack("<2Q", opened.groups[0].checksums) == (0, 0)
+    served.loop.call(lambda: served.data_plane.on_summed(opened.transfer_id, [2], [1 << 63]))
+    close(served, opened.transfer_id)
+    opened = open_transfer(served, [b"?" * 32, *hashes], checksums=True)
+    assert struct.unpack("<2Q", opened.groups[0].checksums) == (0, 1 << 63)
+    assert not open_transfer(served, hashes).groups[0].checksums
+
+
 def test_a_request_is_read_while_it_and_its_session_end(served: Served) -> None:
     scheduler = served.open()
     scheduler.admit("a", PROMPT)

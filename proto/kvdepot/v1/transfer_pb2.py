@@ -26,19 +26,19 @@ from kvdepot.v1 import event_pb2 as kvdepot_dot_v1_dot_event__pb2
 from kvdepot.v1 import types_pb2 as kvdepot_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvdepot/v1/transfer.proto\x12\nkvdepot.v1\x1a\x16kvdepot/v1/event.proto\x1a\x16kvdepot/v1/types.proto\"\x15\n\x13\x44\x65scribePoolRequest\"P\n\x14\x44\x65scribePoolResponse\x12)\n\x04pool\x18\x01 \x01(\x0b\x32\x1b.kvdepot.v1.PoolDescription\x12\r\n\x05\x65poch\x18\x02 \x01(\t\"F\n\x13\x41ttachWorkerRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\"W\n\x14\x41ttachWorkerResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x19\n\x11heartbeat_seconds\x18\x02 \x01(\x01\x12\x15\n\rsession_ended\x18\x03 \x01(\x08\"2\n\x0bGroupHashes\x12\r\n\x05group\x18\x01 \x01(\r\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\"G\n\x0eSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\"\xd6\x01\n\x13OpenTransferRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\'\n\x06groups\x18\x02 \x03(\x0b\x32\x17.kvdepot.v1.GroupHashes\x12+\n\x07request\x18\x03 \x01(\x0b\x32\x1a.kvdepot.v1.SessionRequest\x12\x1e\n\x11lease_ttl_seconds\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12\x0c\n\x04name\x18\x05 \x01(\t\x12\x10\n\x08\x63ontents\x18\x06 \x01(\x08\x42\x14\n\x12_lease_ttl_seconds\"\xfc\x01\n\nContentRun\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x18\n\x0bparent_hash\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12-\n\nextra_keys\x18\x04 \x03(\x0b\x32\x19.kvdepot.v1.ExtraKeyRange\x12\x14\n\x07lora_id\x18\x05 \x01(\x04H\x01\x88\x01\x01\x12\x16\n\tlora_name\x18\x06 \x01(\tH\x02\x88\x01\x01\x12\x17\n\ncache_salt\x18\x07 \x01(\tH\x03\x88\x01\x01\x42\x0e\n\x0c_parent_hashB\n\n\x08_lora_idB\x0c\n\n_lora_nameB\r\n\x0b_cache_salt\"Z\n\rExtraKeyRange\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12&\n\x04keys\x18\x03 \x01(\x0b\x32\x18.kvdepot.v1.ExtraKeyList\"\x81\x01\n\x0bGroupBlocks\x12\r\n\x05group\x18\x01 \x01(\r\x12\x10\n\x08statuses\x18\x02 \x01(\x0c\x12\x11\n\tblock_ids\x18\x03 \x01(\x0c\x12\x14\n\x0c\x62lock_hashes\x18\x04 \x03(\x0c\x12(\n\x08\x63ontents\x18\x05 \x03(\x0b\x32\x16.kvdepot.v1.ContentRun\"K\n\nNixlRegion\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\x04\x12\x0e\n\x06nbytes\x18\x04 \x01(\x04\"p\n\x05Reach\x12\x0f\n\x07host_id\x18\x01 \x01(\t\x12\x14\n\x0c\x64\x61ta_address\x18\x02 \x01(\t\x12\x12\n\nnixl_agent\x18\x03 \x01(\x0c\x12,\n\x0cnixl_regions\x18\x04 \x03(\x0b\x32\x16.kvdepot.v1.NixlRegion\"\xa0\x01\n\x14OpenTransferResponse\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x19\n\x11lease_ttl_seconds\x18\x03 \x01(\x01\x12\'\n\x06groups\x18\x04 \x03(\x0b\x32\x17.kvdepot.v1.GroupBlocks\x12 \n\x05reach\x18\x05 \x01(\x0b\x32\x11.kvdepot.v1.Reach\"+\n\x14RenewTransferRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\"A\n\x15RenewTransferResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x19\n\x11lease_ttl_seconds\x18\x02 \x01(\x01\"+\n\x14\x43loseTransferRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\"&\n\x15\x43loseTransferResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\t\"u\n\x11PullBlocksRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\r\n\x05group\x18\x02 \x01(\r\x12\x11\n\tpositions\x18\x03 \x01(\x0c\x12\x11\n\tchecksums\x18\x04 \x01(\x08\x12\x16\n\x0e\x63hecksums_only\x18\x05 \x01(\x08\"X\n\x12PullBlocksResponse\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x11\n\tchecksums\x18\x04 \x03(\x06\"\xe9\x01\n\x13ImportBlocksRequest\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\'\n\x06groups\x18\x02 \x03(\x0b\x32\x17.kvdepot.v1.GroupHashes\x12+\n\x07request\x18\x03 \x01(\x0b\x32\x1a.kvdepot.v1.SessionRequest\x12\'\n\x05paths\x18\x04 \x03(\x0e\x32\x18.kvdepot.v1.TransferPath\x12\x11\n\tchecksums\x18\x05 \x01(\x08\x12\x1d\n\x10\x64\x65\x61\x64line_seconds\x18\x06 \x01(\x01H\x00\x88\x01\x01\x42\x13\n\x11_deadline_seconds\".\n\x0bGroupImport\x12\r\n\x05group\x18\x01 \x01(\r\x12\x10\n\x08statuses\x18\x02 \x01(\x0c\"E\n\x0bPathFailure\x12&\n\x04path\x18\x01 \x01(\x0e\x32\x18.kvdepot.v1.TransferPath\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x9c\x02\n\x14ImportBlocksResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12&\n\x04path\x18\x04 \x01(\x0e\x32\x18.kvdepot.v1.TransferPath\x12\x0c\n\x04\x64one\x18\x05 \x01(\x08\x12\'\n\x06groups\x18\x06 \x03(\x0b\x32\x17.kvdepot.v1.GroupImport\x12\x12\n\nnum_tokens\x18\x07 \x01(\r\x12)\n\x08\x66\x61ilures\x18\x08 \x03(\x0b\x32\x17.kvdepot.v1.PathFailure\x12\x30\n\x0fmissing_parents\x18\t \x03(\x0b\x32\x17.kvdepot.v1.GroupHashes*w\n\x0b\x42lockStatus\x12\x1c\n\x18\x42LOCK_STATUS_UNSPECIFIED\x10\x00\x12\x16\n\x12\x42LOCK_STATUS_READY\x10\x01\x12\x18\n\x14\x42LOCK_STATUS_PENDING\x10\x02\x12\x18\n\x14\x42LOCK_STATUS_MISSING\x10\x03*x\n\x0cTransferPath\x12\x1d\n\x19TRANSFER_PATH_UNSPECIFIED\x10\x00\x12\x19\n\x15TRANSFER_PATH_MAPPING\x10\x01\x12\x16\n\x12TRANSFER_PATH_NIXL\x10\x02\x12\x16\n\x12TRANSFER_PATH_GRPC\x10\x03*\xef\x01\n\x0cImportStatus\x12\x1d\n\x19IMPORT_STATUS_UNSPECIFIED\x10\x00\x12\x1a\n\x16IMPORT_STATUS_IMPORTED\x10\x01\x12\x19\n\x15IMPORT_STATUS_PRESENT\x10\x02\x12\x19\n\x15IMPORT_STATUS_PENDING\x10\x03\x12\x19\n\x15IMPORT_STATUS_MISSING\x10\x04\x12\x18\n\x14IMPORT_STATUS_FAILED\x10\x05\x12\x18\n\x14IMPORT_STATUS_NO_FIT\x10\x06\x12\x1f\n\x1bIMPORT_STATUS_NOT_ATTEMPTED\x10\x07\x32\xde\x04\n\x11KVTransferService\x12Q\n\x0c\x44\x65scribePool\x12\x1f.kvdepot.v1.DescribePoolRequest\x1a .kvdepot.v1.DescribePoolResponse\x12S\n\x0c\x41ttachWorker\x12\x1f.kvdepot.v1.AttachWorkerRequest\x1a .kvdepot.v1.AttachWorkerResponse0\x01\x12Q\n\x0cOpenTransfer\x12\x1f.kvdepot.v1.OpenTransferRequest\x1a .kvdepot.v1.OpenTransferResponse\x12T\n\rRenewTransfer\x12 .kvdepot.v1.RenewTransferRequest\x1a!.kvdepot.v1.RenewTransferResponse\x12M\n\nPullBlocks\x12\x1d.kvdepot.v1.PullBlocksRequest\x1a\x1e.kvdepot.v1.PullBlocksResponse0\x01\x12T\n\rCloseTransfer\x12 .kvdepot.v1.CloseTransferRequest\x1a!.kvdepot.v1.CloseTransferResponse\x12S\n\x0cImportBlocks\x12\x1f.kvdepot.v1.ImportBlocksRequest\x1a .kvdepot.v1.ImportBlocksResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvdepot/v1/transfer.proto\x12\nkvdepot.v1\x1a\x16kvdepot/v1/event.proto\x1a\x16kvdepot/v1/types.proto\"\x15\n\x13\x44\x65scribePoolRequest\"P\n\x14\x44\x65scribePoolResponse\x12)\n\x04pool\x18\x01 \x01(\x0b\x32\x1b.kvdepot.v1.PoolDescription\x12\r\n\x05\x65poch\x18\x02 \x01(\t\"F\n\x13\x41ttachWorkerRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\"W\n\x14\x41ttachWorkerResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x19\n\x11heartbeat_seconds\x18\x02 \x01(\x01\x12\x15\n\rsession_ended\x18\x03 \x01(\x08\"2\n\x0bGroupHashes\x12\r\n\x05group\x18\x01 \x01(\r\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\"G\n\x0eSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\"\xe9\x01\n\x13OpenTransferRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\'\n\x06groups\x18\x02 \x03(\x0b\x32\x17.kvdepot.v1.GroupHashes\x12+\n\x07request\x18\x03 \x01(\x0b\x32\x1a.kvdepot.v1.SessionRequest\x12\x1e\n\x11lease_ttl_seconds\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12\x0c\n\x04name\x18\x05 \x01(\t\x12\x10\n\x08\x63ontents\x18\x06 \x01(\x08\x12\x11\n\tchecksums\x18\x07 \x01(\x08\x42\x14\n\x12_lease_ttl_seconds\"\xfc\x01\n\nContentRun\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x18\n\x0bparent_hash\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12-\n\nextra_keys\x18\x04 \x03(\x0b\x32\x19.kvdepot.v1.ExtraKeyRange\x12\x14\n\x07lora_id\x18\x05 \x01(\x04H\x01\x88\x01\x01\x12\x16\n\tlora_name\x18\x06 \x01(\tH\x02\x88\x01\x01\x12\x17\n\ncache_salt\x18\x07 \x01(\tH\x03\x88\x01\x01\x42\x0e\n\x0c_parent_hashB\n\n\x08_lora_idB\x0c\n\n_lora_nameB\r\n\x0b_cache_salt\"Z\n\rExtraKeyRange\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12&\n\x04keys\x18\x03 \x01(\x0b\x32\x18.kvdepot.v1.ExtraKeyList\"\x94\x01\n\x0bGroupBlocks\x12\r\n\x05group\x18\x01 \x01(\r\x12\x10\n\x08statuses\x18\x02 \x01(\x0c\x12\x11\n\tblock_ids\x18\x03 \x01(\x0c\x12\x14\n\x0c\x62lock_hashes\x18\x04 \x03(\x0c\x12(\n\x08\x63ontents\x18\x05 \x03(\x0b\x32\x16.kvdepot.v1.ContentRun\x12\x11\n\tchecksums\x18\x06 \x01(\x0c\"K\n\nNixlRegion\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\x04\x12\x0e\n\x06nbytes\x18\x04 \x01(\x04\"p\n\x05Reach\x12\x0f\n\x07host_id\x18\x01 \x01(\t\x12\x14\n\x0c\x64\x61ta_address\x18\x02 \x01(\t\x12\x12\n\nnixl_agent\x18\x03 \x01(\x0c\x12,\n\x0cnixl_regions\x18\x04 \x03(\x0b\x32\x16.kvdepot.v1.NixlRegion\"\xa0\x01\n\x14OpenTransferResponse\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x19\n\x11lease_ttl_seconds\x18\x03 \x01(\x01\x12\'\n\x06groups\x18\x04 \x03(\x0b\x32\x17.kvdepot.v1.GroupBlocks\x12 \n\x05reach\x18\x05 \x01(\x0b\x32\x11.kvdepot.v1.Reach\"+\n\x14RenewTransferRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\"A\n\x15RenewTransferResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x19\n\x11lease_ttl_seconds\x18\x02 \x01(\x01\"+\n\x14\x43loseTransferRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\"&\n\x15\x43loseTransferResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\t\"u\n\x11PullBlocksRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\r\n\x05group\x18\x02 \x01(\r\x12\x11\n\tpositions\x18\x03 \x01(\x0c\x12\x11\n\tchecksums\x18\x04 \x01(\x08\x12\x16\n\x0e\x63hecksums_only\x18\x05 \x01(\x08\"X\n\x12PullBlocksResponse\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x11\n\tchecksums\x18\x04 \x03(\x06\"\xe9\x01\n\x13ImportBlocksRequest\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\'\n\x06groups\x18\x02 \x03(\x0b\x32\x17.kvdepot.v1.GroupHashes\x12+\n\x07request\x18\x03 \x01(\x0b\x32\x1a.kvdepot.v1.SessionRequest\x12\'\n\x05paths\x18\x04 \x03(\x0e\x32\x18.kvdepot.v1.TransferPath\x12\x11\n\tchecksums\x18\x05 \x01(\x08\x12\x1d\n\x10\x64\x65\x61\x64line_seconds\x18\x06 \x01(\x01H\x00\x88\x01\x01\x42\x13\n\x11_deadline_seconds\".\n\x0bGroupImport\x12\r\n\x05group\x18\x01 \x01(\r\x12\x10\n\x08statuses\x18\x02 \x01(\x0c\"E\n\x0bPathFailure\x12&\n\x04path\x18\x01 \x01(\x0e\x32\x18.kvdepot.v1.TransferPath\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x9c\x02\n\x14ImportBlocksResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12&\n\x04path\x18\x04 \x01(\x0e\x32\x18.kvdepot.v1.TransferPath\x12\x0c\n\x04\x64one\x18\x05 \x01(\x08\x12\'\n\x06groups\x18\x06 \x03(\x0b\x32\x17.kvdepot.v1.GroupImport\x12\x12\n\nnum_tokens\x18\x07 \x01(\r\x12)\n\x08\x66\x61ilures\x18\x08 \x03(\x0b\x32\x17.kvdepot.v1.PathFailure\x12\x30\n\x0fmissing_parents\x18\t \x03(\x0b\x32\x17.kvdepot.v1.GroupHashes*w\n\x0b\x42lockStatus\x12\x1c\n\x18\x42LOCK_STATUS_UNSPECIFIED\x10\x00\x12\x16\n\x12\x42LOCK_STATUS_READY\x10\x01\x12\x18\n\x14\x42LOCK_STATUS_PENDING\x10\x02\x12\x18\n\x14\x42LOCK_STATUS_MISSING\x10\x03*x\n\x0cTransferPath\x12\x1d\n\x19TRANSFER_PATH_UNSPECIFIED\x10\x00\x12\x19\n\x15TRANSFER_PATH_MAPPING\x10\x01\x12\x16\n\x12TRANSFER_PATH_NIXL\x10\x02\x12\x16\n\x12TRANSFER_PATH_GRPC\x10\x03*\xef\x01\n\x0cImportStatus\x12\x1d\n\x19IMPORT_STATUS_UNSPECIFIED\x10\x00\x12\x1a\n\x16IMPORT_STATUS_IMPORTED\x10\x01\x12\x19\n\x15IMPORT_STATUS_PRESENT\x10\x02\x12\x19\n\x15IMPORT_STATUS_PENDING\x10\x03\x12\x19\n\x15IMPORT_STATUS_MISSING\x10\x04\x12\x18\n\x14IMPORT_STATUS_FAILED\x10\x05\x12\x18\n\x14IMPORT_STATUS_NO_FIT\x10\x06\x12\x1f\n\x1bIMPORT_STATUS_NOT_ATTEMPTED\x10\x07\x32\xde\x04\n\x11KVTransferService\x12Q\n\x0c\x44\x65scribePool\x12\x1f.kvdepot.v1.DescribePoolRequest\x1a .kvdepot.v1.DescribePoolResponse\x12S\n\x0c\x41ttachWorker\x12\x1f.kvdepot.v1.AttachWorkerRequest\x1a .kvdepot.v1.AttachWorkerResponse0\x01\x12Q\n\x0cOpenTransfer\x12\x1f.kvdepot.v1.OpenTransferRequest\x1a .kvdepot.v1.OpenTransferResponse\x12T\n\rRenewTransfer\x12 .kvdepot.v1.RenewTransferRequest\x1a!.kvdepot.v1.RenewTransferResponse\x12M\n\nPullBlocks\x12\x1d.kvdepot.v1.PullBlocksRequest\x1a\x1e.kvdepot.v1.PullBlocksResponse0\x01\x12T\n\rCloseTransfer\x12 .kvdepot.v1.CloseTransferRequest\x1a!.kvdepot.v1.CloseTransferResponse\x12S\n\x0cImportBlocks\x12\x1f.kvdepot.v1.ImportBlocksRequest\x1a .kvdepot.v1.ImportBlocksResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvdepot.v1.transfer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_BLOCKSTATUS']._serialized_start=2578
-  _globals['_BLOCKSTATUS']._serialized_end=2697
-  _globals['_TRANSFERPATH']._serialized_start=2699
-  _globals['_TRANSFERPATH']._serialized_end=2819
-  _globals['_IMPORTSTATUS']._serialized_start=2822
-  _globals['_IMPORTSTATUS']._serialized_end=3061
+  _globals['_BLOCKSTATUS']._serialized_start=2616
+  _globals['_BLOCKSTATUS']._serialized_end=2735
+  _globals['_TRANSFERPATH']._serialized_start=2737
+  _globals['_TRANSFERPATH']._serialized_end=2857
+  _globals['_IMPORTSTATUS']._serialized_start=2860
+  _globals['_IMPORTSTATUS']._serialized_end=3099
   _globals['_DESCRIBEPOOLREQUEST']._serialized_start=89
   _globals['_DESCRIBEPOOLREQUEST']._serialized_end=110
   _globals['_DESCRIBEPOOLRESPONSE']._serialized_start=112
@@ -52,39 +52,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SESSIONREQUEST']._serialized_start=407
   _globals['_SESSIONREQUEST']._serialized_end=478
   _globals['_OPENTRANSFERREQUEST']._serialized_start=481
-  _globals['_OPENTRANSFERREQUEST']._serialized_end=695
-  _globals['_CONTENTRUN']._serialized_start=698
-  _globals['_CONTENTRUN']._serialized_end=950
-  _globals['_EXTRAKEYRANGE']._serialized_start=952
-  _globals['_EXTRAKEYRANGE']._serialized_end=1042
-  _globals['_GROUPBLOCKS']._serialized_start=1045
-  _globals['_GROUPBLOCKS']._serialized_end=1174
-  _globals['_NIXLREGION']._serialized_start=1176
-  _globals['_NIXLREGION']._serialized_end=1251
-  _globals['_REACH']._serialized_start=1253
-  _globals['_REACH']._serialized_end=1365
-  _globals['_OPENTRANSFERRESPONSE']._serialized_start=1368
-  _globals['_OPENTRANSFERRESPONSE']._serialized_end=1528
-  _globals['_RENEWTRANSFERREQUEST']._serialized_start=1530
-  _globals['_RENEWTRANSFERREQUEST']._serialized_end=1573
-  _globals['_RENEWTRANSFERRESPONSE']._serialized_start=1575
-  _globals['_RENEWTRANSFERRESPONSE']._serialized_end=1640
-  _globals['_CLOSETRANSFERREQUEST']._serialized_start=1642
-  _globals['_CLOSETRANSFERREQUEST']._serialized_end=1685
-  _globals['_CLOSETRANSFERRESPONSE']._serialized_start=1687
-  _globals['_CLOSETRANSFERRESPONSE']._serialized_end=1725
-  _globals['_PULLBLOCKSREQUEST']._serialized_start=1727
-  _globals['_PULLBLOCKSREQUEST']._serialized_end=1844
-  _globals['_PULLBLOCKSRESPONSE']._serialized_start=1846
-  _globals['_PULLBLOCKSRESPONSE']._serialized_end=1934
-  _globals['_IMPORTBLOCKSREQUEST']._serialized_start=1937
-  _globals['_IMPORTBLOCKSREQUEST']._serialized_end=2170
-  _globals['_GROUPIMPORT']._serialized_start=2172
-  _globals['_GROUPIMPORT']._serialized_end=2218
-  _globals['_PATHFAILURE']._serialized_start=2220
-  _globals['_PATHFAILURE']._serialized_end=2289
-  _globals['_IMPORTBLOCKSRESPONSE']._serialized_start=2292
-  _globals['_IMPORTBLOCKSRESPONSE']._serialized_end=2576
-  _globals['_KVTRANSFERSERVICE']._serialized_start=3064
-  _globals['_KVTRANSFERSERVICE']._serialized_end=3670
+  _globals['_OPENTRANSFERREQUEST']._serialized_end=714
+  _globals['_CONTENTRUN']._serialized_start=717
+  _globals['_CONTENTRUN']._serialized_end=969
+  _globals['_EXTRAKEYRANGE']._serialized_start=971
+  _globals['_EXTRAKEYRANGE']._serialized_end=1061
+  _globals['_GROUPBLOCKS']._serialized_start=1064
+  _globals['_GROUPBLOCKS']._serialized_end=1212
+  _globals['_NIXLREGION']._serialized_start=1214
+  _globals['_NIXLREGION']._serialized_end=1289
+  _globals['_REACH']._serialized_start=1291
+  _globals['_REACH']._serialized_end=1403
+  _globals['_OPENTRANSFERRESPONSE']._serialized_start=1406
+  _globals['_OPENTRANSFERRESPONSE']._serialized_end=1566
+  _globals['_RENEWTRANSFERREQUEST']._serialized_start=1568
+  _globals['_RENEWTRANSFERREQUEST']._serialized_end=1611
+  _globals['_RENEWTRANSFERRESPONSE']._serialized_start=1613
+  _globals['_RENEWTRANSFERRESPONSE']._serialized_end=1678
+  _globals['_CLOSETRANSFERREQUEST']._serialized_start=1680
+  _globals['_CLOSETRANSFERREQUEST']._serialized_end=1723
+  _globals['_CLOSETRANSFERRESPONSE']._serialized_start=1725
+  _globals['_CLOSETRANSFERRESPONSE']._serialized_end=1763
+  _globals['_PULLBLOCKSREQUEST']._serialized_start=1765
+  _globals['_PULLBLOCKSREQUEST']._serialized_end=1882
+  _globals['_PULLBLOCKSRESPONSE']._serialized_start=1884
+  _globals['_PULLBLOCKSRESPONSE']._serialized_end=1972
+  _globals['_IMPORTBLOCKSREQUEST']._serialized_start=1975
+  _globals['_IMPORTBLOCKSREQUEST']._serialized_end=2208
+  _globals['_GROUPIMPORT']._serialized_start=2210
+  _globals['_GROUPIMPORT']._serialized_end=2256
+  _globals['_PATHFAILURE']._serialized_start=2258
+  _globals['_PATHFAILURE']._serialized_end=2327
+  _globals['_IMPORTBLOCKSRESPONSE']._serialized_start=2330
+  _globals['_IMPORTBLOCKSRESPONSE']._serialized_end=2614
+  _globals['_KVTRANSFERSERVICE']._serialized_start=3102
+  _globals['_KVTRANSFERSERVICE']._serialized_end=3708
 # @@protoc_insertion_point(module_scope)

@@ -101,20 +101,22 @@ class SessionRequest(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class OpenTransferRequest(_message.Message):
-    __slots__ = ("fingerprint", "groups", "request", "lease_ttl_seconds", "name", "contents")
+    __slots__ = ("fingerprint", "groups", "request", "lease_ttl_seconds", "name", "contents", "checksums")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     LEASE_TTL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     CONTENTS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     fingerprint: str
     groups: _containers.RepeatedCompositeFieldContainer[GroupHashes]
     request: SessionRequest
     lease_ttl_seconds: float
     name: str
     contents: bool
-    def __init__(self, fingerprint: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupHashes, _Mapping]]] = ..., request: _Optional[_Union[SessionRequest, _Mapping]] = ..., lease_ttl_seconds: _Optional[float] = ..., name: _Optional[str] = ..., contents: bool = ...) -> None: ...
+    checksums: bool
+    def __init__(self, fingerprint: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupHashes, _Mapping]]] = ..., request: _Optional[_Union[SessionRequest, _Mapping]] = ..., lease_ttl_seconds: _Optional[float] = ..., name: _Optional[str] = ..., contents: bool = ..., checksums: bool = ...) -> None: ...
 
 class ContentRun(_message.Message):
     __slots__ = ("num_blocks", "parent_hash", "token_ids", "extra_keys", "lora_id", "lora_name", "cache_salt")
@@ -145,18 +147,20 @@ class ExtraKeyRange(_message.Message):
     def __init__(self, first: _Optional[int] = ..., num_blocks: _Optional[int] = ..., keys: _Optional[_Union[_event_pb2.ExtraKeyList, _Mapping]] = ...) -> None: ...
 
 class GroupBlocks(_message.Message):
-    __slots__ = ("group", "statuses", "block_ids", "block_hashes", "contents")
+    __slots__ = ("group", "statuses", "block_ids", "block_hashes", "contents", "checksums")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     STATUSES_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
     CONTENTS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     group: int
     statuses: bytes
     block_ids: bytes
     block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
     contents: _containers.RepeatedCompositeFieldContainer[ContentRun]
-    def __init__(self, group: _Optional[int] = ..., statuses: _Optional[bytes] = ..., block_ids: _Optional[bytes] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., contents: _Optional[_Iterable[_Union[ContentRun, _Mapping]]] = ...) -> None: ...
+    checksums: bytes
+    def __init__(self, group: _Optional[int] = ..., statuses: _Optional[bytes] = ..., block_ids: _Optional[bytes] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., contents: _Optional[_Iterable[_Union[ContentRun, _Mapping]]] = ..., checksums: _Optional[bytes] = ...) -> None: ...
 
 class NixlRegion(_message.Message):
     __slots__ = ("kind", "device", "address", "nbytes")

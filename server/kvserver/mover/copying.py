@@ -38,8 +38,9 @@ class Stuck(Exception):
 class Copy:
     """The ready blocks of one group: which of the peer's go into which of ours.
 
-    ``positions``, ``source_ids``, ``destination_ids`` and ``done`` run in parallel;
-    positions are those among the transfer's statuses.
+    ``positions``, ``source_ids``, ``destination_ids``, ``done`` and ``sums`` run in parallel;
+    positions are those among the transfer's statuses, sums the peer's checksums, 0 where it
+    has not said any yet.
     """
 
     group: int
@@ -47,6 +48,7 @@ class Copy:
     source_ids: Any
     destination_ids: Any
     done: Any
+    sums: Any
     source: Sequence[Span]
     destination: Sequence[Span]
     block_bytes: int
@@ -117,13 +119,32 @@ class Task:
         """The peer's checksums of what is left of ``copy``; None if none are asked for."""
         if not self.checksums:
             return None
-        request = self.request(copy, checksums_only=True)
-        frames = self.peer.pull(self.reach.data_address, request, self.seconds_left())
-        return (value for frame in frames for value in frame.checksums)
+        return self._sums(copy, copy.left())
+
+    def _sums(self, copy: Copy, left: Any) -> Iterator[int]:
+        """Those that the peer has not said yet are asked for, and come while others are copied."""
+        known = copy.sums[left].tolist()
+        unknown = left[copy.sums[left] == 0]
+        asked: Iterator[int] = iter(())
+        if len(unknown):
+            request = self._request(copy, unknown, checksums_only=True)
+            frames = self.peer.pull(self.reach.data_address, request, self.seconds_left())
+            asked = (value for frame in frames for value in frame.checksums)
+        for value in known:
+            if value:
+                yield value
+            elif (told := next(asked, None)) is not None:
+                yield told
+            else:
+                return
+        next(asked, None)  # the stream's own end
 
     def request(self, copy: Copy, **options: bool) -> pb.PullBlocksRequest:
         """For what is left of ``copy``."""
-        positions = copy.positions[copy.left()].astype("<u4").tobytes()
+        return self._request(copy, copy.left(), **options)
+
+    def _request(self, copy: Copy, numbers: Any, **options: bool) -> pb.PullBlocksRequest:
+        positions = copy.positions[numbers].astype("<u4").tobytes()
         return pb.PullBlocksRequest(
             transfer_id=self.transfer_id, group=copy.group, positions=positions, **options
         )

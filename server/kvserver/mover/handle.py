@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from kvcore.errors import Unavailable
 from kvcore.memory import PoolMemory, layer_layouts
@@ -34,6 +34,7 @@ class MoverHandle:
 
     def __init__(self, config: ServerConfig, memory: PoolMemory) -> None:
         self.pulled_bytes = 0
+        self.on_summed: Callable[[str, Sequence[int], Sequence[int]], None] = lambda *_: None
         self._config = config
         self._pool = convert_pool.pool_description(
             memory.config, layer_layouts(memory.config), memory.mappings
@@ -152,6 +153,8 @@ class MoverHandle:
         self.num_heard += 1
         if message["op"] == "pulled":
             self.pulled_bytes += message["bytes"]
+        elif message["op"] == "sums":
+            self.on_summed(message["id"], message["ids"], message["sums"])
         elif message["op"] == "ask":
             transfer_id = message["id"]
             if (blocks := self._transfers.get(transfer_id)) is None:

@@ -39,6 +39,7 @@ MAPPING, NIXL, GRPC = (
 BEST_FIRST = (MAPPING, NIXL, GRPC)
 # Of the deadline, for closing the transfer.
 _CLOSE_SHARE, _CLOSE_SECONDS_MAX = 0.1, 1.0
+_SUM_BYTES = 8
 # What the node is told of a block by its BlockStatus, if its bytes have not come.
 _TOLD = np.full(max(pb.BlockStatus.values()) + 2, pb.IMPORT_STATUS_FAILED, np.uint8)
 _TOLD[pb.BLOCK_STATUS_PENDING] = pb.IMPORT_STATUS_PENDING
@@ -80,6 +81,7 @@ class Job:
             ),
             fingerprint=self._fingerprint,
             contents=self._contents,
+            checksums=self._checksums,
             seconds_left=self._seconds_left,
         )
         # The node wants nothing more of it, but what has come.
@@ -247,7 +249,13 @@ class Job:
                 why := misfit(answer.contents, len(positions), self._importer.token_bytes(group))
             ):
                 raise _bad_peer(why)
-            found.append((group, positions, sources, ids[begin:end], statuses))
+            if len(answer.checksums) not in (0, _SUM_BYTES * len(positions)):
+                raise _bad_peer(f"checksums are {len(answer.checksums)} bytes")
+            # What is not known, is 0.
+            sums = np.zeros(len(statuses), np.uint64)
+            if answer.checksums:
+                sums[positions] = np.frombuffer(answer.checksums, "<u8")
+            found.append((group, positions, sources, ids[begin:end], statuses, sums))
         if len(found) != len(self._groups):
             raise _bad_peer("statuses or block_ids are of other blocks")
         taken: dict[int, list[int]] = {}
@@ -255,11 +263,11 @@ class Job:
             taken = self._take(
                 {
                     group: (begin, (statuses == pb.BLOCK_STATUS_READY).tobytes())
-                    for (group, *_, statuses), (begin, _) in zip(found, part.ranges, strict=True)
+                    for (group, *_, statuses, _), (begin, _) in zip(found, part.ranges, strict=True)
                 }
             )
         copies = []
-        for group, positions, sources, ids, _ in found:
+        for group, positions, sources, ids, _, sums in found:
             destinations = np.array(taken.get(group, ids), np.int64)
             positions = positions[destinations[positions] != 0]
             copies.append(
@@ -269,6 +277,7 @@ class Job:
                     sources[positions],
                     destinations[positions],
                     np.zeros(len(positions), bool),
+                    sums[positions],
                     spans[group],
                     self._importer.store.spans[group],
                     self._importer.store.block_bytes[group],

@@ -35,6 +35,7 @@ class Opening:
         *,
         fingerprint: str,
         contents: bool,
+        checksums: bool,
         seconds_left: Callable[[], float],
     ) -> None:
         self._peer = peer
@@ -42,6 +43,7 @@ class Opening:
         self._waiting = deque(parts)
         self._fingerprint = fingerprint
         self._contents = contents
+        self._checksums = checksums
         self._seconds_left = seconds_left
 
     def opened(self) -> Generator[tuple[Part, Lease], None, None]:
@@ -93,6 +95,7 @@ class Opening:
             ],
             name="import",
             contents=self._contents,
+            checksums=self._checksums,
         )
         opened = self._peer.call("OpenTransfer", request, self._seconds_left(), linger=True)
         return Lease(self._peer, opened, asked_at)

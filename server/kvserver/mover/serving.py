@@ -11,8 +11,9 @@ import logging
 import struct
 import sys
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import grpc
@@ -38,6 +39,8 @@ CHECKSUMS_ONLY_BYTES = 4 << 20
 # No transfer's id is longer.
 _ID_CHARACTERS_MAX = 64
 _REPORT_SECONDS = 0.25
+# In a message to the node.
+_SUMS_MAX = 4096
 
 
 @dataclass(eq=False, slots=True)
@@ -50,9 +53,18 @@ class _Transfer:
 
 
 class Serving:
-    """PullBlocks of one pool. ``ask`` has the node tell of a transfer, or that it is none."""
+    """PullBlocks of one pool. ``ask`` has the node tell of a transfer, or that it is none.
 
-    def __init__(self, start: Message, store: Store, ask: Callable[[str], None]) -> None:
+    ``summed`` tells it the checksums of blocks, by id, that were computed under a transfer.
+    """
+
+    def __init__(
+        self,
+        start: Message,
+        store: Store,
+        ask: Callable[[str], None],
+        summed: Callable[[str, Sequence[int], Sequence[int]], None] = lambda *_: None,
+    ) -> None:
         self.num_sent_bytes = 0
         self._store = store
         self._pulls_max: int = start["pulls_max"]
@@ -61,6 +73,7 @@ class Serving:
         self._num_pulls = 0
         self._transfers: dict[str, _Transfer] = {}
         self._ask = ask
+        self._summed = summed
         self._asked: dict[str, asyncio.Future[None]] = {}
         self._agent: ServingAgent | None = None
 
@@ -126,6 +139,7 @@ class Serving:
         size = store.block_bytes[group]
         limit = CHECKSUMS_ONLY_BYTES if request.checksums_only else MESSAGE_BYTES
         step = max(1, min(MESSAGE_BLOCKS_MAX, limit // max(1, size)))
+        summed = _Summed(partial(self._summed, request.transfer_id))
         for first in range(0, len(ids), step):
             some = ids[first : first + step]
             data_bytes = 0 if request.checksums_only else len(some) * size
@@ -138,10 +152,12 @@ class Serving:
             sums = []
             if request.checksums or request.checksums_only:
                 sums = [checksum(pages) for pages in blocks]
+                summed.add(some, sums)
             pages = [] if request.checksums_only else [page for block in blocks for page in block]
             message = frame(first, len(some), pages, sums)
             await write(context, message, seconds=self._stall_seconds)
             self.num_sent_bytes += data_bytes
+        summed.tell()
 
     async def _transfer(self, transfer_id: str) -> _Transfer:
         """The node's word of it may come after the peer's, who heard of it from the node."""
@@ -183,6 +199,26 @@ class Serving:
         return chosen
 
 
+class _Summed:
+    """Checksums of one pull, told together: each message costs the node."""
+
+    def __init__(self, tell: Callable[[Sequence[int], Sequence[int]], None]) -> None:
+        self._tell = tell
+        self._ids: list[int] = []
+        self._sums: list[int] = []
+
+    def add(self, block_ids: Sequence[int], sums: Sequence[int]) -> None:
+        self._ids += block_ids
+        self._sums += sums
+        if len(self._ids) >= _SUMS_MAX:
+            self.tell()
+
+    def tell(self) -> None:
+        if self._ids:
+            self._tell(self._ids, self._sums)
+            self._ids, self._sums = [], []
+
+
 def _closed() -> NotFound:
     return _unknown("the transfer was closed")
 
@@ -194,7 +230,14 @@ def _unknown(message: str) -> NotFound:
 async def _serve(channel: Channel, start: Message) -> None:
     loop = asyncio.get_running_loop()
     store = open_store(types_pb2.PoolDescription.FromString(start["pool"]))
-    serving = Serving(start, store, lambda transfer_id: channel.send(op="ask", id=transfer_id))
+    serving = Serving(
+        start,
+        store,
+        lambda transfer_id: channel.send(op="ask", id=transfer_id),
+        lambda transfer_id, ids, sums: channel.send(
+            op="sums", id=transfer_id, ids=list(ids), sums=list(sums)
+        ),
+    )
     rpcs = Rpcs("", streams_max=start["streams_max"])
     server = grpc.aio.server(
         options=[
