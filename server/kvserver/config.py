@@ -243,6 +243,12 @@ class ServerConfig:
     max_connections: int = option(
         4096, integer(1, 1 << 20), "connections of clients; more are closed at once", "N"
     )
+    max_data_connections: int = option(
+        1024,
+        integer(1, 1 << 20),
+        "connections of peers to the data address; more are closed at once",
+        "N",
+    )
     connection_idle_seconds: float = option(
         600.0,
         real(1.0, 86_400),

@@ -22,6 +22,7 @@ _REPORTED = {
     BlockStatus.PENDING: pb.IMPORT_STATUS_PENDING,
     BlockStatus.MISSING: pb.IMPORT_STATUS_MISSING,
 }
+_IMPORTED = pb.IMPORT_STATUS_IMPORTED
 
 
 class FakeDataPlane:
@@ -38,6 +39,8 @@ class FakeDataPlane:
         self.memory = memory
         self.peers: dict[str, Server] = {}
         self.mode = "copy"
+        # So many hashes of each group are told of before what ``mode`` says.
+        self.first_part = 0
         self.opened: dict[str, dict[int, list[int]]] = {}
         self.jobs: list[ImportJob] = []
         # Imports that were told to end, and those that have.
@@ -78,6 +81,9 @@ class FakeDataPlane:
                 raise InvalidArgument(f"there is no peer {job.peer!r}", field="peer")
             part, report = self._copy(job)
             yield ImportProgress(report.num_blocks, report.num_bytes, report.path)
+            if self.first_part:
+                first, part = _cut(job, part, self.first_part)
+                yield first
             if self.mode == "die":
                 raise RuntimeError("the process that copies died")
             if self.mode == "hang":
@@ -145,6 +151,21 @@ class FakeDataPlane:
             }
         part = ImportPart(dict.fromkeys(statuses, 0), statuses, contents if job.contents else {})
         return part, ImportReport(num_blocks, num_bytes, pb.TRANSFER_PATH_GRPC, failures)
+
+
+def _cut(job: ImportJob, part: ImportPart, num_hashes: int) -> tuple[ImportPart, ImportPart]:
+    """A part of all hashes in two."""
+    halves = []
+    for begin, end in ((0, num_hashes), (num_hashes, None)):
+        contents = {}
+        for group in job.groups:
+            came = [at for at, s in enumerate(part.statuses[group.group]) if s == _IMPORTED]
+            is_chosen = [begin <= at < (end or at + 1) for at in came]
+            hashes = [group.hashes[at] for at in came]
+            contents[group.group] = chosen(part.contents.get(group.group, ()), hashes, is_chosen)
+        statuses = {group: column[begin:end] for group, column in part.statuses.items()}
+        halves.append(ImportPart(dict.fromkeys(statuses, begin), statuses, contents))
+    return halves[0], halves[1]
 
 
 def write_pages(memory: PoolMemory, block_id: int, group: int, pages: bytes) -> None:

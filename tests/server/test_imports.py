@@ -263,6 +263,61 @@ def test_a_reset_meanwhile_registers_nothing(pair: Pair) -> None:
     assert pair.states() == {"free": 32}
 
 
+def test_a_part_that_has_come_is_a_hit_and_stays_one(pair: Pair) -> None:
+    here = pair.here
+    here.data_plane.mode, here.data_plane.first_part = "hang", 2
+    stream = pair.call()
+    next(stream)
+    pair.wait(lambda: here.server.node.depot.pool.pins.filling == {3})
+    assert pair.states() == {"pinned": 2, "in_transfer": 1, "free": 29}
+    assert ready_hashes(here) == pair.hashes[:2]
+    assert here.open().lookup("b", PROMPT).num_computed_tokens == 8
+    stream.cancel()
+    pair.wait(lambda: len(here.server.node.imports) == 0)
+    assert pair.states() == {"cached": 2, "free": 30}
+    # The rest comes with the next one, behind them.
+    here.data_plane.mode = "copy"
+    last = pair.run()
+    assert list(last.groups[0].statuses) == [PRESENT, PRESENT, IMPORTED]
+    assert [pair.page(block_id) for block_id in (1, 2)] == pair.pages[1:3]
+
+
+def test_a_reset_ends_an_import_at_once(pair: Pair) -> None:
+    here = pair.here
+    here.data_plane.mode, here.data_plane.first_part = "hang", 2
+    stream = pair.call()
+    next(stream)
+    pair.wait(lambda: here.server.node.depot.pool.pins.filling == {3})
+    here.cache.ResetPrefixCache(
+        cache_pb2.ResetPrefixCacheRequest(
+            context=here.open().context(), mode=cache_pb2.RESET_MODE_FORCE
+        )
+    )
+    *_, last = list(stream)  # nobody else ends it
+    assert list(last.groups[0].statuses) == [FAILED] * 3
+    (failure,) = last.failures
+    assert failure.reason.startswith("RESET: ")
+    assert pair.states() == {"free": 32}
+    assert here.server.node.imports.outcomes == {"cancelled": 1}
+
+
+def test_a_reset_leaves_an_import_for_a_request_alone(pair: Pair) -> None:
+    """Its blocks are the request's, which registers none of them."""
+    here = pair.here
+    here.data_plane.mode = "chatter"
+    scheduler = here.open()
+    stream = pair.call(request=pair.delayed(scheduler, "b", PROMPT, 12))
+    next(stream)
+    here.cache.ResetPrefixCache(
+        cache_pb2.ResetPrefixCacheRequest(
+            context=scheduler.context(), mode=cache_pb2.RESET_MODE_FORCE
+        )
+    )
+    here.data_plane.mode = "copy"
+    *_, last = list(stream)
+    assert last.num_tokens == 12
+
+
 def test_what_does_not_fit_is_said(serve: Serve) -> None:
     pair = Pair(serve, num_blocks=3)
     last = pair.run()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -370,6 +372,27 @@ def test_a_transfer_that_the_peer_closes_midway_ends_the_stream(start: Start) ->
     assert any("UNKNOWN_TRANSFER" in failure.reason for failure in report.failures)
 
 
+def test_connections_to_the_data_address_are_bounded(start: Start) -> None:
+    source, destination = start(max_data_connections=2), start()
+    job = destination.job(source, {0: pairs(range(1, 9), 1)}, paths=[GRPC], deadline_seconds=5.0)
+    port = source.handle._port
+    with contextlib.ExitStack() as stack:
+        for _ in range(2):
+            held = socket.create_connection(("127.0.0.1", port))
+            stack.callback(held.close)
+            assert held.recv(1)  # it is one of those that are served
+        report, _ = destination.run_import(job)
+        assert report.statuses == {0: bytes([FAILED]) * 8}
+        (failure,) = report.failures
+        assert "--max-data-connections" in failure.reason
+
+    def has_room() -> bool:
+        report, _ = destination.run_import(job)
+        return report.statuses == {0: bytes([IMPORTED]) * 8}
+
+    eventually(has_room)
+
+
 def test_another_pool_is_refused(start: Start) -> None:
     source, destination = start(), start(block_size=8)
     with pytest.raises(FailedPrecondition) as caught:
@@ -522,6 +545,16 @@ def test_the_next_part_is_open_and_kept_while_one_is_copied(kept: Start, how: st
     assert source.num_asked == [16, 16]
 
 
+def test_no_part_is_asked_for_that_nobody_wants(kept: Start) -> None:
+    source, destination, job = of_parts(kept)
+    wanted = iter([{0: [2, 3, 4, 5, 6]}, None])
+    report, _ = destination.run_import(replace(job, take=lambda _: next(wanted)))
+    assert report.statuses[0][:5] == FIVE and report.num_blocks == 5
+    assert IMPORTED not in report.statuses[0][5:] and not report.failures
+    assert source.num_asked == [5, 5]
+    eventually(lambda: not source.transfers)
+
+
 def test_a_path_that_failed_is_not_tried_for_the_next_part(
     kept: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -570,6 +603,50 @@ def test_a_killed_importer_fails_its_imports_and_is_replaced(start: Start) -> No
     assert report.statuses == {0: bytes([FAILED]) * 32}
     report, _ = destination.run_import(job)
     assert report.statuses == {0: bytes([IMPORTED]) * 32}
+
+
+def test_what_came_before_the_importer_was_killed_counts(start: Start) -> None:
+    source, destination = start(**LARGE), start(**SLOW, import_part_blocks=8)
+    blocks = {0: pairs(range(1, 33), 0)}
+    job = destination.job(source, blocks, paths=[GRPC], contents=True)
+    running = destination.begin_import(job)
+    eventually(lambda: len(running.parts) == 2)
+    kill(destination.importing_pid, signal.SIGKILL)
+    report, _ = running.result()
+    assert report.statuses == {0: bytes([IMPORTED] * 16 + [FAILED] * 16)}
+    assert report.names[0] == job.groups[0].hashes[:16]
+    assert (report.num_blocks, report.path) == (16, GRPC)
+    (failure,) = report.failures
+    assert (failure.path, failure.reason) == (GRPC, "the process that copied was ended")
+    assert_imported(source, destination, {0: blocks[0][:16]})
+
+
+def test_an_import_that_another_took_down_goes_on_where_it_was(start: Start) -> None:
+    """What its first process had brought is not written again: it may be in use by now."""
+    source, destination = start(**LARGE), start(**SLOW, import_part_blocks=8)
+    moved = pairs(range(1, 33), 0)
+    told: list[tuple[int, list[int]]] = []
+
+    def take(ready: Any) -> dict[int, list[int]]:
+        first, is_ready = ready[0]
+        told.append((first, list(is_ready)))
+        return {0: [ours for _, ours in moved[first : first + len(is_ready)]]}
+
+    job = destination.job(source, {0: moved}, paths=[GRPC], contents=True, take=take)
+    running = destination.begin_import(job)
+    eventually(lambda: len(running.parts) == 1)
+    process = destination.handle._imports._process
+    assert process is not None
+    destination.loop.run(process.kill(0))
+    report, progress = running.result()
+    assert report.statuses == {0: bytes([IMPORTED]) * 32} and not report.failures
+    assert report.names[0] == job.groups[0].hashes
+    assert report.num_blocks == 32
+    firsts = [first for first, _ in told]
+    assert firsts[0] == 0 and 0 not in firsts[1:] and firsts[-1] == 24
+    counts = [each.num_blocks for each in progress]
+    assert counts == sorted(counts)
+    assert_imported(source, destination, {0: moved})
 
 
 def test_an_import_that_another_took_down_is_run_again(start: Start) -> None:

@@ -15,6 +15,14 @@ from kvclient.replay.scheduler import ReplayError
 
 _STOP_SECONDS = 20.0
 _ENVIRONMENT_PREFIX = "KVDEPOT_"
+_KEPT = frozenset(
+    f"{_ENVIRONMENT_PREFIX}{name}"
+    for name in (
+        *("MAPPING_DIR", "NO_HUGE_PAGES", "NIXL_DEVICES"),
+        *("IMPORT_PART_BLOCKS", "IMPORT_COPY_THREADS", "IMPORT_BANDWIDTH_BYTES"),
+        *("PULL_BANDWIDTH_BYTES", "MAX_TRANSFER_BLOCKS", "MAX_TRANSFER_CONTENTS"),
+    )
+)
 
 
 @contextmanager
@@ -28,19 +36,18 @@ def own_server(options: Sequence[str]) -> Iterator[str]:
 def own_servers(options: Sequence[str], count: int) -> Iterator[list[str]]:
     """Runs ``kvdepot serve`` with ``options`` on free ports; gives the targets.
 
-    They take no KVDEPOT_* variable but the mapping directory. ReplayError when there is
-    no server to run or one does not start.
+    Of the KVDEPOT_* variables they take those that say where bytes are and how they move.
+    ReplayError when there is no server to run or one does not start.
     """
     if find_spec("kvserver") is None:
         raise ReplayError(
             "the server is not installed: pip install 'kvdepot[server]', "
             "or name a running one with --server"
         )
-    kept = _ENVIRONMENT_PREFIX + "MAPPING_DIR"
     environment = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(_ENVIRONMENT_PREFIX) or name == kept
+        if not name.startswith(_ENVIRONMENT_PREFIX) or name in _KEPT
     }
     command = [sys.executable, "-m", "kvserver", "--listen", "127.0.0.1:0", "--no-metrics"]
     command += ["--drain-grace-seconds", "0", *options]

@@ -269,6 +269,8 @@ class Job:
         copies = []
         for group, positions, sources, ids, _, sums in found:
             destinations = np.array(taken.get(group, ids), np.int64)
+            if self._enough:
+                destinations[:] = 0
             positions = positions[destinations[positions] != 0]
             copies.append(
                 Copy(

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from kvclient.channel import PULL_BLOCKS, channel_options, data_target
-from kvclient.errors import from_rpc_error
+from kvclient.errors import Unavailable, from_rpc_error
 from kvclient.frame import Frame, parse
 from kvdepot.v1 import transfer_pb2 as pb
 from kvdepot.v1 import transfer_pb2_grpc
@@ -81,7 +81,14 @@ class Peer:
                 for message in call:
                     yield parse(message)
             except grpc.RpcError as error:
-                raise from_rpc_error(error) from None
+                failed = from_rpc_error(error)
+                if isinstance(failed, Unavailable) and not failed.answered:
+                    # It cannot say so itself: it closes the connection.
+                    failed.message += (
+                        f" (the data address {address}: not reached, or it has as many "
+                        "connections as its --max-data-connections allows)"
+                    )
+                raise failed from None
             finally:
                 call.cancel()
 

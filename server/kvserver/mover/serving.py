@@ -244,6 +244,9 @@ async def _serve(channel: Channel, start: Message) -> None:
             ("grpc.so_reuseport", 0),
             ("grpc.max_receive_message_length", start["message_bytes_max"]),
             ("grpc.max_send_message_length", -1),
+            ("grpc.max_allowed_incoming_connections", start["connections_max"]),
+            # Else whoever connects and asks nothing could keep the others out.
+            ("grpc.max_connection_idle_ms", start["connection_idle_ms"]),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
             ("grpc.keepalive_time_ms", 40_000),
