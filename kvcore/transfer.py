@@ -7,7 +7,7 @@ was named. Its lease is kept by whoever calls.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from kvcore.depot import Depot
     from kvcore.session import Session
 
+# Hashes looked up before others have their turn: a millisecond or two.
+_TURN_BLOCKS = 2048
 ID_SHOWN = 8
 """An id is a capability: whoever knows it may read, so that only its start is shown."""
 
@@ -51,7 +53,7 @@ class TransferGroup(NamedTuple):
 
     group: int
     hashes: Sequence[bytes]
-    statuses: bytes
+    statuses: bytes | bytearray
     blocks: Sequence[KVCacheBlock | None]
 
     @property
@@ -66,7 +68,7 @@ class Transfer:
 
     transfer_id: str
     name: str
-    groups: Sequence[TransferGroup]
+    groups: list[TransferGroup]
     # By id, each once, and the hash it was found under.
     pinned: dict[int, tuple[KVCacheBlock, bytes]] = field(default_factory=dict)
 
@@ -91,15 +93,38 @@ class Transfers:
         InvalidArgument for what is no group or hash; ResourceExhausted for too many, by
         ``limit`` as well.
         """
+        opening = self.opening_hashes(name, wanted, limit=limit)
+        while True:
+            try:
+                next(opening)
+            except StopIteration as done:
+                transfer: Transfer = done.value
+                return transfer
+
+    def opening_hashes(
+        self, name: str, wanted: Sequence[GroupHashes], *, limit: BlockLimit | None = None
+    ) -> Generator[Transfer, None, Transfer]:
+        """As open_hashes; pauses where others may have their turn, and gives the transfer then.
+
+        It is open by then, and pins what was found so far. NotFound if it was ended meanwhile.
+        """
         check_hashes(self._depot, wanted)
         self._require_room(sum(len(group.hashes) for group in wanted), limit)
-        return self._open(
-            name,
-            [
-                TransferGroup(group, hashes, *self._find_all(group, hashes))
-                for group, hashes in wanted
-            ],
-        )
+        transfer = self._open(name, [])
+        for group, hashes in wanted:
+            statuses, blocks = bytearray(), list[KVCacheBlock | None]()
+            transfer.groups.append(TransferGroup(group, hashes, statuses, blocks))
+            for start in range(0, len(hashes), _TURN_BLOCKS):
+                if start:
+                    yield transfer
+                    if self.by_id.get(transfer.transfer_id) is not transfer:
+                        raise _unknown()
+                some = hashes[start : start + _TURN_BLOCKS]
+                told, found = self._find_all(group, some)
+                statuses += told
+                blocks += found
+                self._pin(transfer, found, some)
+        return transfer
 
     def open_request(
         self, name: str, session: Session, request_id: str, *, limit: BlockLimit | None = None
@@ -119,7 +144,10 @@ class Transfers:
             ]
             groups.append(_group(manager.group, hashes, found))
         self._require_room(sum(len(group.hashes) for group in groups), limit)
-        return self._open(name, groups)
+        transfer = self._open(name, groups)
+        for group in groups:
+            self._pin(transfer, group.blocks, group.hashes)
+        return transfer
 
     def close(self, transfer_id: str) -> None:
         """End a transfer that is open, whose reader asks whether its bytes count.
@@ -129,9 +157,7 @@ class Transfers:
         """
         transfer = self.by_id.get(transfer_id)
         if transfer is None:
-            raise NotFound(
-                "no such transfer is open", reason="UNKNOWN_TRANSFER", field="transfer_id"
-            )
+            raise _unknown()
         try:
             self.require_content(transfer)
         finally:
@@ -183,19 +209,26 @@ class Transfers:
         self._depot.pool.pins.unpin(reversed(transfer.blocks))
         self._depot.resets.settle()
 
-    def _open(self, name: str, groups: Sequence[TransferGroup]) -> Transfer:
+    def _open(self, name: str, groups: list[TransferGroup]) -> Transfer:
         transfer = Transfer(str(uuid.uuid4()), name, groups)
-        for group in groups:
-            transfer.pinned.update(
-                {
-                    block.block_id: (block, block_hash)
-                    for block, block_hash in zip(group.blocks, group.hashes, strict=True)
-                    if block is not None
-                }
-            )
-        self._depot.pool.pins.pin(transfer.blocks)
         self.by_id[transfer.transfer_id] = transfer
         return transfer
+
+    def _pin(
+        self,
+        transfer: Transfer,
+        blocks: Sequence[KVCacheBlock | None],
+        hashes: Sequence[bytes],
+    ) -> None:
+        """Of ``blocks`` those that it does not pin yet."""
+        pinned = transfer.pinned
+        fresh = {
+            block.block_id: (block, block_hash)
+            for block, block_hash in zip(blocks, hashes, strict=True)
+            if block is not None and block.block_id not in pinned
+        }
+        self._depot.pool.pins.pin([block for block, _ in fresh.values()])
+        pinned.update(fresh)
 
     def _find_all(
         self, group: int, hashes: Sequence[bytes]
@@ -260,6 +293,10 @@ def _group(
     return TransferGroup(
         group, hashes, bytes(status for status, _ in pairs), [block for _, block in pairs]
     )
+
+
+def _unknown() -> NotFound:
+    return NotFound("no such transfer is open", reason="UNKNOWN_TRANSFER", field="transfer_id")
 
 
 def check_hashes(depot: Depot, wanted: Sequence[GroupHashes]) -> None:

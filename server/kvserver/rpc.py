@@ -88,9 +88,12 @@ class Rpcs:
         return self.counts.setdefault(method, RpcCounts(method))
 
     def unary(
-        self, method: str, request: type[Request], answer: Callable[[Request], bytes]
+        self,
+        method: str,
+        request: type[Request],
+        answer: Callable[[Request], bytes | Awaitable[bytes]],
     ) -> Handler:
-        """A unary RPC that ``answer`` answers synchronously, with serialized bytes."""
+        """A unary RPC that ``answer`` answers, with serialized bytes."""
         may_be_large = method not in SMALL
         counts, unread = self.count(method), self.unread
         parse = request.FromString
@@ -100,7 +103,8 @@ class Rpcs:
             try:
                 if may_be_large:
                     unread.require_room(context)
-                reply = answer(parse(raw))
+                answered = answer(parse(raw))
+                reply = answered if isinstance(answered, bytes) else await answered
             except Exception as error:
                 failed = self.failure(error, method)
                 counts.add(failed.code.name, perf_counter() - began)

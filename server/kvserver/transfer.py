@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 
 from google.protobuf.message import Message
 
@@ -91,7 +91,7 @@ class TransferService:
 
     # --- transfers --------------------------------------------------------------------
 
-    def open_transfer(self, request: pb.OpenTransferRequest) -> bytes:
+    async def open_transfer(self, request: pb.OpenTransferRequest) -> bytes:
         """OpenTransfer."""
         node, depot = self._node, self._node.depot
         node.require_not_draining()
@@ -100,16 +100,19 @@ class TransferService:
         check_name(request.name)
         limit = self._contents_limit if request.contents else None
 
-        def begin() -> Transfer:
+        def opening() -> Generator[Transfer, None, Transfer]:
             session = self._session_of(request)
             if session is None:
                 groups = _groups(request.groups)
-                return depot.transfers.open_hashes(request.name, groups, limit=limit)
+                return (
+                    yield from depot.transfers.opening_hashes(request.name, groups, limit=limit)
+                )
             request_id = request.request.request_id
             return depot.transfers.open_request(request.name, session, request_id, limit=limit)
 
         has_ttl = request.HasField("lease_ttl_seconds")
-        transfer = node.transfers.open(begin, request.lease_ttl_seconds if has_ttl else None)
+        ttl = request.lease_ttl_seconds if has_ttl else None
+        transfer = await node.transfers.open(opening(), ttl)
         transfer_id = transfer.transfer_id
         answer = pb.OpenTransferResponse(
             transfer_id=transfer_id,
@@ -122,7 +125,7 @@ class TransferService:
             for group in transfer.groups:
                 entry = answer.groups.add(
                     group=group.group,
-                    statuses=group.statuses,
+                    statuses=bytes(group.statuses),
                     block_ids=struct.pack(f"<{len(group.blocks)}I", *group.block_ids),
                     block_hashes=group.hashes if request.HasField("request") else (),
                 )

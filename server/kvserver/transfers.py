@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -54,8 +55,13 @@ class Transfers:
     def __len__(self) -> int:
         return len(self._opened_at)
 
-    def open(self, begin: Callable[[], Transfer], lease_ttl_seconds: float | None) -> Transfer:
-        """What ``begin`` answers, open for as long as its lease lives."""
+    async def open(
+        self, opening: Generator[Transfer, None, Transfer], lease_ttl_seconds: float | None
+    ) -> Transfer:
+        """What ``opening`` returns, open for as long as its lease lives; others between its parts.
+
+        Nothing is left of it if it fails, or the call is cancelled.
+        """
         policy = self._node.transfer_policy
         ttl = policy.lease_ttl_seconds if lease_ttl_seconds is None else lease_ttl_seconds
         if not 0.0 < ttl <= policy.lease_ttl_seconds_max:
@@ -64,17 +70,34 @@ class Transfers:
                 f"seconds, not {ttl:g}",
                 field="lease_ttl_seconds",
             )
-        transfer = begin()
-        transfer_id = transfer.transfer_id
-        self._opened_at[transfer_id] = time.monotonic()
+        transfer: Transfer | None = None
+        try:
+            while True:
+                try:
+                    transfer = next(opening)
+                except StopIteration as done:
+                    transfer = done.value
+                    break
+                self._begin(transfer.transfer_id, ttl)
+                await asyncio.sleep(0)
+        except BaseException:
+            if transfer is not None and transfer.transfer_id in self._opened_at:
+                self._end(transfer.transfer_id, ttl)
+            raise
+        assert transfer is not None
+        self._begin(transfer.transfer_id, ttl)
         self.num_blocks += len(transfer.pinned)
-        self._node.deadlines.set(
-            ("transfer", transfer_id), ttl, lambda: self._expire(transfer_id, ttl)
-        )
         self._node.require_data_plane().open_transfer(
-            transfer_id, {group.group: group.block_ids for group in transfer.groups}
+            transfer.transfer_id, {group.group: group.block_ids for group in transfer.groups}
         )
         return transfer
+
+    def _begin(self, transfer_id: str, ttl: float) -> None:
+        if transfer_id not in self._opened_at:
+            self._opened_at[transfer_id] = time.monotonic()
+            self._node.deadlines.set(
+                ("transfer", transfer_id), ttl, lambda: self._expire(transfer_id, ttl)
+            )
 
     def renew(self, transfer_id: str) -> float:
         """Begin the lease anew; its seconds. As close, if what was read does not count."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
+import kvcore.transfer
 from building import content, full, groups_config, make_depot, window
 from kvcore.check import check
 from kvcore.depot import Depot
@@ -55,6 +56,46 @@ def test_every_hash_is_answered_and_the_ready_ones_are_pinned() -> None:
     assert states(depot) == {"live": 3, "pinned": 2, "free": 3}
     depot.transfers.close(transfer.transfer_id)
     assert states(depot) == {"live": 3, "cached": 2, "free": 3}
+
+
+@pytest.fixture
+def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others have their turn after every hash."""
+    monkeypatch.setattr(kvcore.transfer, "_TURN_BLOCKS", 1)
+
+
+def test_others_have_their_turn_while_many_hashes_are_looked_up(one_at_a_time: None) -> None:
+    depot = make_depot(9)
+    session = depot.open_session("")
+    hashes = cached(depot, session, "a", range(16))
+    late = b"?" * 32
+    opening = depot.transfers.opening_hashes("", [GroupHashes(0, [*hashes, late, hashes[0]])])
+    transfer = next(opening)
+    assert [next(opening) is transfer for _ in range(2)] == [True, True]
+    # What was found is kept, and what was not yet may go.
+    assert states(depot) == {"pinned": 3, "cached": 1, "free": 4}
+    assert transfer.groups[0].block_ids == [1, 2, 3]
+    with pytest.raises(FailedPrecondition):
+        depot.reset_prefix_cache(ResetMode.REFUSE)
+    admit(depot, session, "b", range(50, 70))
+    assert [next(opening) is transfer for _ in range(2)] == [True, True]
+    with pytest.raises(StopIteration) as done:
+        next(opening)
+    assert done.value.value is transfer
+    assert list(transfer.groups[0].statuses) == [READY, READY, READY, MISSING, MISSING, READY]
+    assert states(depot) == {"pinned": 3, "live": 5}
+    depot.transfers.close(transfer.transfer_id)
+    assert states(depot) == {"cached": 3, "live": 5}
+
+
+def test_a_transfer_that_ends_while_it_is_opened_pins_no_more(one_at_a_time: None) -> None:
+    depot = make_depot(9)
+    hashes = cached(depot, depot.open_session(""), "a", range(16))
+    opening = depot.transfers.opening_hashes("", [GroupHashes(0, hashes)])
+    depot.transfers.end(next(opening).transfer_id)
+    with pytest.raises(NotFound):
+        next(opening)
+    assert states(depot) == {"cached": 4, "free": 4}
 
 
 def test_a_pinned_block_is_never_in_the_free_list_nor_evicted() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import struct
 from functools import partial
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import grpc
 import pytest
 
+import kvcore.transfer
 from fake_data_plane import FakeDataPlane
-from kvcore.errors import Unavailable
+from kvcore.errors import NotFound, Unavailable
 from kvcore.memory import PoolMemory
+from kvcore.transfer import GroupHashes
 from kvdepot.v1 import admin_pb2, cache_pb2, transfer_pb2
 from manual_clock import ManualClock
 from serving import (
@@ -110,6 +113,49 @@ def test_checksums_are_computed_once(served: Served) -> None:
     opened = open_transfer(served, [b"?" * 32, *hashes], checksums=True)
     assert struct.unpack("<2Q", opened.groups[0].checksums) == (0, 1 << 63)
     assert not open_transfer(served, hashes).groups[0].checksums
+
+
+@pytest.mark.parametrize("how", ["whole", "cancelled", "expired"])
+def test_a_transfer_is_opened_in_turns(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Others are served meanwhile."""
+    monkeypatch.setattr(kvcore.transfer, "_TURN_BLOCKS", 1)
+    clock = ManualClock()
+    served = serve(clock=clock)
+    _, hashes = cached(served, tokens(*range(1, 121)))
+    node = served.server.node
+    open_at_turns: list[int] = []
+
+    async def act() -> str:
+        opening = node.depot.transfers.opening_hashes("peer", [GroupHashes(0, hashes)])
+        call = asyncio.ensure_future(node.transfers.open(opening, 5.0))
+        while not call.done():
+            await asyncio.sleep(0)
+            open_at_turns.append(
+                sum(len(each.pinned) for each in node.depot.transfers.by_id.values())
+            )
+            assert len(node.transfers.listed()) == len(node.transfers)
+            if len(open_at_turns) == 3 and how == "cancelled":
+                call.cancel()
+            elif len(open_at_turns) == 3 and how == "expired":
+                clock.advance(6.0)
+        try:
+            return "open" if call.result().transfer_id else ""
+        except NotFound as error:
+            return error.reason
+        except asyncio.CancelledError:
+            return "cancelled"
+
+    outcome = served.loop.run(act())
+    assert open_at_turns[:3] == [1, 2, 3]
+    if how == "whole":
+        assert outcome == "open" and num_pinned(served) == len(hashes) == 30
+        assert len(served.data_plane.opened) == 1
+    else:
+        assert outcome == {"cancelled": "cancelled", "expired": "UNKNOWN_TRANSFER"}[how]
+        assert num_pinned(served) == 0 and len(node.transfers) == 0
+        assert served.data_plane.opened == {}
 
 
 def test_a_request_is_read_while_it_and_its_session_end(served: Served) -> None:
