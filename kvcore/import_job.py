@@ -74,11 +74,11 @@ class ImportGroup:
 
     def wanted(self) -> tuple[list[bytes], list[int]]:
         """The hashes that the peer is asked for, and the ids of their blocks, 0 for none yet."""
-        blocks = [self.blocks[i] for i in self.asked]
-        return (
-            [self.hashes[i] for i in self.asked],
-            [0 if block is None else block.block_id for block in blocks],
-        )
+        hashes, blocks = list(self.hashes), self.blocks
+        if len(self.asked) < len(hashes):
+            hashes = [self.hashes[i] for i in self.asked]
+            blocks = [self.blocks[i] for i in self.asked]
+        return hashes, [0 if block is None else block.block_id for block in blocks]
 
 
 @dataclass(slots=True, eq=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import uuid
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -120,7 +120,7 @@ class Imports:
                     range(len(positions)),
                 )
             )
-        self._require_room(groups)
+        self._require_room(sum(len(group.hashes) for group in groups))
         found = self._begin(peer, groups)
         found.session, found.request = session, request
         found.num_tokens = request.num_computed_tokens
@@ -132,6 +132,21 @@ class Imports:
 
     def begin_hashes(self, peer: str, wanted: Sequence[GroupHashes]) -> Import:
         """Ask the peer for what is not here. No block is taken before it says what it has."""
+        beginning = self.beginning_hashes(peer, wanted)
+        while True:
+            try:
+                next(beginning)
+            except StopIteration as done:
+                found: Import = done.value
+                return found
+
+    def beginning_hashes(
+        self, peer: str, wanted: Sequence[GroupHashes]
+    ) -> Generator[Import, None, Import]:
+        """As begin_hashes; pauses where others may have their turn, and gives the import then.
+
+        It has begun by then, and is to be finished whatever happens.
+        """
         self._require_caching()
         check_hashes(self._depot, wanted)
         if self._depot.resets.drain is not None:
@@ -140,25 +155,30 @@ class Imports:
                 reason="RESET_PENDING",
                 retryable=True,
             )
+        self._require_room(sum(len(group.hashes) for group in wanted))
         groups = [
             ImportGroup(
                 group,
                 hashes,
                 range(len(hashes)),
                 bytearray(len(hashes)),
-                self._all_ready(group, hashes),
+                [None] * len(hashes),
                 (),
             )
             for group, hashes in wanted
         ]
-        self._require_room(groups)
-        for group in groups:
-            for position, block in enumerate(group.blocks):
-                if block is not None:
-                    group.statuses[position] = _PRESENT
-            group.asked = group.running if any(group.statuses) else range(len(group.hashes))
         found = self._begin(peer, groups)
-        self._depot.pool.pins.pin(found.blocks)
+        for group in groups:
+            for start in range(0, len(group.hashes), _TURN_BLOCKS):
+                if start:
+                    yield found
+                some = self._all_ready(group.group, group.hashes[start : start + _TURN_BLOCKS])
+                here = [(start + at, block) for at, block in enumerate(some) if block is not None]
+                for number, block in here:
+                    group.statuses[number] = _PRESENT
+                    group.blocks[number] = block
+                self._depot.pool.pins.pin([block for _, block in here])
+            group.asked = group.running if any(group.statuses) else range(len(group.hashes))
         return found
 
     def take(self, found: Import, ready: Mapping[int, Ready]) -> dict[int, list[int]]:
@@ -223,7 +243,7 @@ class Imports:
                 reason="NO_PREFIX_CACHE",
             )
 
-    def _require_room(self, groups: Sequence[ImportGroup]) -> None:
+    def _require_room(self, num_blocks: int) -> None:
         config = self._depot.config
         if len(self.by_id) >= config.max_imports:
             raise ResourceExhausted(
@@ -231,7 +251,7 @@ class Imports:
                 reason="TOO_MANY_IMPORTS",
                 retryable=True,
             )
-        require_few(sum(len(group.hashes) for group in groups), config.max_transfer_blocks)
+        require_few(num_blocks, config.max_transfer_blocks)
 
     # --- fill and finish --------------------------------------------------------------
 

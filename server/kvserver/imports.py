@@ -12,7 +12,7 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -139,6 +139,26 @@ class Imports:
                 field="deadline_seconds",
             )
         return asked
+
+    async def begin(self, beginning: Generator[Import, None, Import]) -> Import:
+        """What ``beginning`` returns; others between its parts.
+
+        Nothing is left of it if it fails, or the call is cancelled.
+        """
+        found: Import | None = None
+        try:
+            while True:
+                try:
+                    found = next(beginning)
+                except StopIteration as done:
+                    begun: Import = done.value
+                    return begun
+                await asyncio.sleep(0)
+        except BaseException:
+            if found is not None:
+                self._node.depot.imports.finish(found)
+                self._node.publish()
+            raise
 
     def start(
         self,

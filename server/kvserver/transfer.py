@@ -169,7 +169,7 @@ class TransferService:
 
     async def _import_blocks(self, request: pb.ImportBlocksRequest, context: Context) -> None:
         """Ends with the call, but the blocks stay pinned until no byte can land in them."""
-        running = self._begin_import(request)
+        running = await self._begin_import(request)
         try:
             while not running.has_ended:
                 await running.news()
@@ -181,7 +181,7 @@ class TransferService:
         finally:
             running.stop()
 
-    def _begin_import(self, request: pb.ImportBlocksRequest) -> RunningImport:
+    async def _begin_import(self, request: pb.ImportBlocksRequest) -> RunningImport:
         node, imports = self._node, self._node.depot.imports
         node.require_not_draining()
         node.require_data_plane()
@@ -196,10 +196,8 @@ class TransferService:
         session = self._session_of(request)
         found: Import
         if session is None:
-            try:
-                found = imports.begin_hashes(request.peer, _groups(request.groups))
-            finally:
-                node.publish()
+            groups = _groups(request.groups)
+            found = await node.imports.begin(imports.beginning_hashes(request.peer, groups))
         else:
             found = imports.begin_request(request.peer, session, request.request.request_id)
         return node.imports.start(

@@ -40,6 +40,12 @@ def filled(hashes: Sequence[bytes], entries: Sequence[Entry], first: int = 0) ->
     return Filled(first, bytes(entry.status for entry in entries), runs)
 
 
+def filled_runs(hashes: Sequence[bytes], contents: Sequence[ContentRun], first: int = 0) -> Filled:
+    """The hashes from ``first`` on have come, with these contents."""
+    entries = [Entry(ImportStatus.IMPORTED, content) for content in contents]
+    return filled(hashes, entries, first)
+
+
 def finish(
     depot: Depot, found: Import, entries: Mapping[int, Sequence[Entry]] | None
 ) -> ImportResult:

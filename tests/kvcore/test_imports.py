@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 
+import kvcore.imports
 from building import content, full, groups_config, make_depot, mamba, token_bytes, window
-from importing import Entry, finish
+from importing import Entry, filled_runs, finish
 from kvcore.check import check
 from kvcore.content_run import ContentRun
 from kvcore.depot import Depot
@@ -115,6 +116,67 @@ def test_what_came_is_a_hit_told_as_any_and_evicted_tail_first() -> None:
     assert depot.snapshot() == events
     hit = depot.get_computed_blocks(depot.open_session(""), "a", content(range(13)))
     assert (hit.num_computed_tokens, hit.blocks) == (12, ([1, 2, 3],))
+
+
+def test_others_have_their_turn_while_many_hashes_are_looked_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kvcore.imports, "_TURN_BLOCKS", 1)
+    depot = make_depot(9)
+    bring(depot, range(8))
+    hashes, contents = chain(depot, range(16))
+    beginning = depot.imports.beginning_hashes("peer", [GroupHashes(0, hashes)])
+    found = next(beginning)
+    assert states(depot) == {"pinned": 1, "cached": 1, "free": 6}
+    depot.evict_blocks([2])
+    assert [next(beginning) is found for _ in range(2)] == [True, True]
+    with pytest.raises(StopIteration):
+        next(beginning)
+    assert list(found.groups[0].statuses) == [PRESENT, 0, 0, 0]
+    take_all(depot, found)
+    depot.imports.fill(found, {0: filled_runs(hashes[1:], contents[1:])})
+    # It is released in turns, too, and children first.
+    releasing = depot.imports.release(found)
+    next(releasing)
+    assert states(depot) == {"pinned": 3, "cached": 1, "free": 4}
+    assert sum(1 for _ in releasing) == 2
+    assert list(depot.imports.end(found).statuses[0]) == [PRESENT, *[IMPORTED] * 3]
+    assert states(depot) == {"cached": 4, "free": 4}
+
+
+@pytest.mark.parametrize("scope", [None, ResetScope(lora_name="A")], ids=["all", "scope"])
+def test_a_reset_while_an_import_is_released(
+    monkeypatch: pytest.MonkeyPatch, scope: ResetScope | None
+) -> None:
+    monkeypatch.setattr(kvcore.imports, "_TURN_BLOCKS", 1)
+    depot = make_depot(9)
+    hashes, contents = chain(depot, range(12))
+    found = begin(depot, hashes)
+    depot.imports.fill(found, {0: filled_runs(hashes, contents)})
+    releasing = depot.imports.release(found)
+    next(releasing)
+    depot.reset_prefix_cache(ResetMode.FORCE, scope)
+    assert sum(1 for _ in releasing) == 1
+    here = FAILED if scope is None else IMPORTED
+    assert list(depot.imports.end(found).statuses[0]) == [here] * 3
+    assert states(depot) == ({"free": 8} if scope is None else {"cached": 3, "free": 5})
+
+
+def test_parts_are_hits_as_they_come_and_kept_until_the_end() -> None:
+    depot = make_depot(9)
+    hashes, contents = chain(depot, range(16))
+    found = begin(depot, hashes)
+    depot.imports.fill(found, {0: filled_runs(hashes[:2], contents[:2])})
+    assert states(depot) == {"pinned": 2, "in_transfer": 2, "free": 4}
+    hit = depot.get_computed_blocks(depot.open_session(""), "a", content(range(17)))
+    assert (hit.num_computed_tokens, hit.blocks) == (8, ([1, 2],))
+    # The next part knows its parents; what never comes has failed.
+    depot.imports.fill(found, {0: filled_runs(hashes[:3], contents[2:3], first=2)})
+    result = depot.imports.finish(found)
+    assert list(result.statuses[0]) == [IMPORTED, IMPORTED, IMPORTED, FAILED]
+    stored = [event for event in depot.take_truth_events() if isinstance(event, BlockStored)]
+    assert [event.parent_block_hash for event in stored] == [None, *hashes[:2]]
+    assert states(depot) == {"cached": 3, "free": 5}
 
 
 def test_events_are_those_of_content_that_was_computed_here() -> None:

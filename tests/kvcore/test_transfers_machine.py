@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 from building import full, groups_config, token_bytes, window
-from importing import Entry, finish
+from importing import Entry, filled, finish
 from kvcore.content_run import ContentRun
 from kvcore.depot import Depot
 from kvcore.errors import FailedPrecondition
@@ -42,8 +42,7 @@ class Transfers(Sessions):
 
     def _note_blocks(self, request: Request, session: Session, before: set[int]) -> None:
         taken = _held(session, request.request_id) - before
-        filling = {i for found in self.imports for _, i in _wanted(found)}
-        assert not taken & filling
+        assert not taken & _filling(self.imports)
         super()._note_blocks(request, session, before)
 
     def _num_in_use(self, scope: ResetScope | None) -> int:
@@ -223,10 +222,8 @@ class Transfers(Sessions):
         assert not ids & self._pinned()
         self.imports[found] = ids
 
-    @precondition(lambda self: self.imports)
-    @rule(data=st.data(), cancelled=st.booleans())
-    def an_import_ends(self, data: st.DataObject, cancelled: bool) -> None:
-        found = list(self.imports)[data.draw(st.integers(0, len(self.imports) - 1))]
+    def _entries(self, data: st.DataObject, hashes: list[bytes]) -> list[Entry]:
+        """What came of a peer's blocks."""
         contents = {
             block_hash: content
             for prompt in PROMPTS
@@ -234,19 +231,46 @@ class Transfers(Sessions):
             for blocks in self._prompt(prompt, lora_name)
             for block_hash, content in blocks
         }
-        filled = {
-            group.group: [
-                Entry(ImportStatus.IMPORTED, contents.get(block_hash))
-                if data.draw(st.integers(0, 3))
-                else Entry(ImportStatus.MISSING)
-                for block_hash in group.wanted()[0]
-            ]
-            for group in found.groups
-        }
+        return [
+            Entry(ImportStatus.IMPORTED, contents.get(block_hash))
+            if data.draw(st.integers(0, 3))
+            else Entry(ImportStatus.MISSING)
+            for block_hash in hashes
+        ]
+
+    @precondition(lambda self: self.imports)
+    @rule(data=st.data())
+    def a_part_comes(self, data: st.DataObject) -> None:
+        """It is told of as soon as it is here; some of it may be told twice."""
+        found = list(self.imports)[data.draw(st.integers(0, len(self.imports) - 1))]
+        told = {}
+        for group in found.groups:
+            hashes = group.wanted()[0]
+            first = data.draw(st.integers(0, len(hashes)))
+            last = data.draw(st.integers(first, len(hashes)))
+            entries = self._entries(data, hashes[first:last])
+            told[group.group] = filled(hashes, entries, first)
+        before = [bytes(group.statuses) for group in found.groups]
+        self.depot.imports.fill(found, told)
+        for group, statuses in zip(found.groups, before, strict=True):
+            for number, status in enumerate(statuses):
+                block = group.blocks[number]
+                assert not status or group.statuses[number] == status  # what is told, stays
+                if not status and group.statuses[number] == ImportStatus.IMPORTED:
+                    assert block is not None
+                    if found.request is None:
+                        assert block.block_hash == group.hashes[number]
+                        self.block_generations[block.block_id] = found.generation
+
+    @precondition(lambda self: self.imports)
+    @rule(data=st.data(), cancelled=st.booleans())
+    def an_import_ends(self, data: st.DataObject, cancelled: bool) -> None:
+        found = list(self.imports)[data.draw(st.integers(0, len(self.imports) - 1))]
+        entries = {group.group: self._entries(data, group.wanted()[0]) for group in found.groups}
         wanted = dict(_wanted(found))
         current = found.request is not None and found.request.importing is found
         generation = self.depot.generation
-        result = finish(self.depot, found, None if cancelled else filled)
+        result = finish(self.depot, found, None if cancelled else entries)
         for group in found.groups:
             for block_hash, status in zip(group.hashes, result.statuses[group.group], strict=True):
                 block_id = wanted.get((group.group, block_hash))
@@ -310,7 +334,7 @@ class Transfers(Sessions):
     @invariant()
     def states_are_those_of_the_model(self) -> None:
         used = {block.block_id for session in self.sessions for block in self._blocks_of(session)}
-        filling = {block_id for found in self.imports for _, block_id in _wanted(found)}
+        filling = _filling(self.imports)
         states = self.depot.pool.states()
         assert states.live == len(used)
         assert states.in_transfer == len(filling - used)
@@ -323,6 +347,11 @@ def _wanted(found: Import) -> Iterator[tuple[tuple[int, bytes], int]]:
         for block_hash, block_id in zip(*group.wanted(), strict=True):
             if block_id:
                 yield (group.group, block_hash), block_id
+
+
+def _filling(imports: Iterable[Import]) -> set[int]:
+    """Blocks that bytes may land in, or that are nobody's yet."""
+    return {block.block_id for found in imports for block in found.filling}
 
 
 class WindowTransfers(Transfers):
