@@ -130,6 +130,17 @@ class FreeKVCacheBlockQueue:
         block.prev_free = block.next_free = None
         self.num_free_blocks -= 1
 
+    def remove_n(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Take all of ``blocks`` out, wherever they stand; a call a block costs as much again."""
+        for block in blocks:
+            before, after = block.prev_free, block.next_free
+            assert before is not None
+            assert after is not None
+            before.next_free = after
+            after.prev_free = before
+            block.prev_free = block.next_free = None
+        self.num_free_blocks -= len(blocks)
+
     def append_n(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Put ``blocks`` at the back, in their order."""
         last = self._tail.prev_free

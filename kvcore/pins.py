@@ -56,8 +56,7 @@ class Pins:
     def pin(self, blocks: Iterable[KVCacheBlock]) -> None:
         """One more pin each; those that were free leave the queue."""
         pool, counts = self._pool, self.counts
-        remove = pool.free_queue.remove
-        num_cached, idle = 0, []
+        idle = []
         for block in blocks:
             block_id = block.block_id
             assert block_id
@@ -66,14 +65,14 @@ class Pins:
                 continue
             counts[block_id] = 1
             if block.ref_cnt == 0:
-                remove(block)
+                idle.append(block)
+        pool.free_queue.remove_n(idle)
+        pool.num_cached_blocks -= sum([block.block_hash is not None for block in idle])
+        self.idle.update([block.block_id for block in idle])
+        if pool.num_held_blocks:
+            for block in idle:
                 if block.held_by is not None:
                     pool.holds.keep(block)
-                if block.block_hash is not None:
-                    num_cached += 1
-                idle.append(block_id)
-        pool.num_cached_blocks -= num_cached
-        self.idle.update(idle)
 
     def unpin(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
         """One pin less each, first to be evicted first; none of them is being filled."""

@@ -309,6 +309,8 @@ def check_hashes(depot: Depot, wanted: Sequence[GroupHashes]) -> None:
             why = "is named twice" if group in seen else "holds no blocks here"
             raise InvalidArgument(f"group {group} {why}", field=f"groups[{position}].group")
         seen.add(group)
+        if set(map(len, hashes)) <= {size}:
+            continue
         for number, block_hash in enumerate(hashes):
             if len(block_hash) != size:
                 raise InvalidArgument(

@@ -9,6 +9,7 @@ import pytest
 
 from kvclient.errors import ResourceExhausted
 from kvdepot.v1 import transfer_pb2 as pb
+from kvserver.mover.lease import Leases
 from kvserver.mover.opening import Opening
 from kvserver.mover.parts import Part
 
@@ -47,6 +48,7 @@ class FakePeer:
 def opening(peer: Any) -> Opening:
     return Opening(
         peer,
+        Leases(),
         [(0, HASHES)],
         PARTS,
         fingerprint="",

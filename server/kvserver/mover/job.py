@@ -25,7 +25,6 @@ from kvserver.mover.copying import Copy, PathFailed, Stopped, Stuck, Task
 from kvserver.mover.importer import Importer
 from kvserver.mover.lease import Lease
 from kvserver.mover.opening import Opening
-from kvserver.mover.pages import spans_of
 from kvserver.mover.parts import Part
 from kvserver.mover.peer import Peer
 
@@ -75,6 +74,7 @@ class Job:
         self._peer = Peer(message["peer"], importer.channels)
         self._opening = Opening(
             self._peer,
+            importer.leases,
             [(group, hashes) for group, hashes, _ in self._groups],
             importer.parts(
                 {group: len(hashes) for group, hashes, _ in self._groups}, contents=self._contents
@@ -154,14 +154,15 @@ class Job:
         opened = lease.opened
         valid = False
         try:
-            pool = self._importer.pool_of(self._peer, opened.epoch, self._seconds_left())
+            described = self._importer.pool_of(self._peer, opened.epoch, self._seconds_left())
+            pool = described.pool
             if self._fingerprint not in ("", pool.fingerprint):
                 raise kvcore.errors.FailedPrecondition(
                     "its pool has another fingerprint than ours",
                     reason="FINGERPRINT_MISMATCH",
                     field="peer",
                 )
-            copies = self._copies(part, opened, pool, spans_of(pool))
+            copies = self._copies(part, opened, pool, described.spans)
             task = self._task(pool, lease, copies)
             for path, offered, run in self._ways(task):
                 if lease.lost or all(copy.done.all() for copy in copies):

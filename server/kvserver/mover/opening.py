@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import kvclient.errors
 from kvdepot.v1 import transfer_pb2 as pb
-from kvserver.mover.lease import Lease
+from kvserver.mover.lease import Lease, Leases
 from kvserver.mover.parts import Part
 from kvserver.mover.peer import Peer
 
@@ -30,6 +30,7 @@ class Opening:
     def __init__(
         self,
         peer: Peer,
+        leases: Leases,
         groups: Sequence[tuple[int, Sequence[bytes]]],
         parts: Iterable[Part],
         *,
@@ -39,6 +40,7 @@ class Opening:
         seconds_left: Callable[[], float],
     ) -> None:
         self._peer = peer
+        self._leases = leases
         self._groups = groups
         self._waiting = deque(parts)
         self._fingerprint = fingerprint
@@ -98,7 +100,7 @@ class Opening:
             checksums=self._checksums,
         )
         opened = self._peer.call("OpenTransfer", request, self._seconds_left(), linger=True)
-        return Lease(self._peer, opened, asked_at)
+        return self._leases.keep(self._peer, opened, asked_at)
 
 
 def _close_unused(opening: Future[tuple[Part, Lease]]) -> None:
