@@ -63,6 +63,9 @@ def _check_pool(pool: BlockPool, free_ids: list[int]) -> Iterable[str]:
                 named = block.block_hash == block_hash or block_hash in aliases
                 if not named or block.group != group:
                     yield f"index: block {block.block_id} is under a hash that it does not have"
+    for block_id, value in enumerate(pool.sums.by_id):
+        if value and pool.blocks[block_id].block_hash is None:
+            yield f"block {block_id}: has a checksum, and no content"
     held: Counter[int] = Counter()
     holds, pins = pool.holds.by_block, pool.pins
     for block in pool.blocks:

@@ -105,6 +105,9 @@ class Rpcs:
                     unread.require_room(context)
                 answered = answer(parse(raw))
                 reply = answered if isinstance(answered, bytes) else await answered
+            except asyncio.CancelledError:
+                counts.add("CANCELLED", perf_counter() - began)
+                raise
             except Exception as error:
                 failed = self.failure(error, method)
                 counts.add(failed.code.name, perf_counter() - began)

@@ -111,6 +111,20 @@ class Transfers(Sessions):
             self.depot.transfers.close(transfer.transfer_id)
         del self.transfers[transfer]
 
+    @precondition(lambda self: self.transfers)
+    @rule(data=st.data())
+    def a_transfers_blocks_are_summed(self, data: st.DataObject) -> None:
+        """A checksum is known until its block loses its content, which check looks for."""
+        chosen = data.draw(st.integers(0, len(self.transfers) - 1))
+        transfer = list(self.transfers)[chosen]
+        ids = sorted(self.transfers[transfer])
+        self.depot.transfers.keep_sums(
+            transfer.transfer_id, ids, [block_id + 1 for block_id in ids]
+        )
+        for block_id, (block, block_hash) in transfer.pinned.items():
+            known = self.depot.pool.sums.of([block])
+            assert known == [block_id + 1 if block.block_hash == block_hash else 0]
+
     # --- incoming ---------------------------------------------------------------------
 
     def _prompt(
