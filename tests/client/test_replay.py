@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from kvclient.client import Client
+from kvclient.replay.scheduler import ReplayError
+from kvclient.replay.server import own_server
 from kvclient.replay.trace import TRACE_BLOCK_SIZE, TraceRequest, generate_trace, read_trace
 from kvclient.values import Content, Outcome, SlotRequest
 from replay_tools import kvdepot, server, serving
@@ -155,6 +157,27 @@ def test_others_may_use_the_server_too(tmp_path: Path) -> None:
         finished = kvdepot("replay", "--server", target, "--requests", "30", "--json")
         assert finished.status == 0, finished.errors
         assert finished.json["blocks_pulled"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "is_taken"),
+    [
+        pytest.param("KVDEPOT_IMPORT_PART_BLOCKS", True, id="how bytes move"),
+        pytest.param("KVDEPOT_LISTEN", False, id="where it listens"),
+    ],
+)
+def test_which_variables_own_servers_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_taken: bool
+) -> None:
+    monkeypatch.setenv("KVDEPOT_MAPPING_DIR", str(tmp_path))
+    monkeypatch.setenv(name, "neither a number nor an address")
+    options = ["--model", "tiny", "--num-blocks", "9"]
+    if is_taken:
+        with pytest.raises(ReplayError), own_server(options):
+            pass
+        return
+    with own_server(options) as target, Client(target) as client:
+        assert client.describe_pool().num_blocks == 9
 
 
 def test_schedulers_go_on_after_the_server_was_killed(tmp_path: Path) -> None:
