@@ -23,7 +23,7 @@ from kvserver.mover.host import host_id
 from kvserver.mover.pages import PoolFile, file_of, pieces_of
 
 # What a thread copies at once, without Python.
-BATCH_BYTES = 8 << 20
+BATCH_BYTES = 16 << 20
 # Less is copied without waking a thread.
 _SMALL_BYTES = 1 << 20
 # Batches that are being copied while the one before them is looked at.
