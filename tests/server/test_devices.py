@@ -166,7 +166,6 @@ def test_pull_blocks(made: Any, num_ranks: int) -> None:
 
     async def story() -> Reader:
         serving = Serving(SERVING, ranks.devices, lambda _: None)
-        assert await serving.offer_nixl("lo") is None
         serving.tell({"op": "open", "id": "t", "blocks": {0: list(range(1, 17))}})
         reader = Reader()
         request: Any = pb.PullBlocksRequest(transfer_id="t", checksums=True)

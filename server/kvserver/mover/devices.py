@@ -84,7 +84,7 @@ class PoolDevices:
         rank_bytes = [sum(span.nbytes for span in spans) for spans in self.spans]
         self.block_bytes = [len(tensors) * nbytes for nbytes in rank_bytes]
         self.num_ranks = len(tensors)
-        self._tensors = tensors
+        self.tensors = tensors
         self._num_blocks = pool.num_blocks
         self._rank_bytes = rank_bytes
         self._groups = [self._views(group) for group in range(len(self.spans))]
@@ -101,7 +101,7 @@ class PoolDevices:
         if len(block_ids) > self._step(group):
             raise InvalidArgument(f"{len(block_ids)} blocks are too many at once", field="blocks")
         with self._lock:
-            for rank in range(len(self._tensors)):
+            for rank in range(len(self.tensors)):
                 gathered = self._gather(rank, group, block_ids)
                 self._words(self._staging[rank].here, group, len(block_ids)).copy_(gathered)
             views = [staging.view for staging in self._staging]
@@ -154,7 +154,7 @@ class PoolDevices:
         whole = all((span.offset | span.stride | span.nbytes) % 8 == 0 for span in spans)
         dtype, width = (torch.int64, 8) if whole else (torch.uint8, 1)
         ranks = []
-        for tensor in self._tensors:
+        for tensor in self.tensors:
             words = tensor[: tensor.numel() // width * width].view(dtype)
             views, begin = [], 0
             for span in spans:
@@ -196,7 +196,7 @@ class PoolDevices:
     def _index(self, rank: int, block_ids: Sequence[int]) -> Any:
         import torch
 
-        return torch.tensor(list(block_ids), dtype=torch.int64, device=self._tensors[rank].device)
+        return torch.tensor(list(block_ids), dtype=torch.int64, device=self.tensors[rank].device)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -210,6 +210,6 @@ class PoolDevices:
             try:
                 yield
             finally:
-                for tensor in self._tensors:
+                for tensor in self.tensors:
                     if tensor.device.type == "cuda":
                         torch.cuda.synchronize(tensor.device)

@@ -15,7 +15,7 @@ from kvserver.mover.bucket import Bucket
 from kvserver.mover.channel import Message
 from kvserver.mover.lease import Leases
 from kvserver.mover.nixl import ReadingAgent
-from kvserver.mover.pages import PoolFile, spans_of
+from kvserver.mover.pages import spans_of
 from kvserver.mover.parts import Part, parts_of
 from kvserver.mover.peer import Channels, Peer
 from kvserver.mover.store import Store
@@ -89,9 +89,9 @@ class Importer:
             self._described[peer.target] = described
         return described
 
-    def agent(self) -> ReadingAgent | None:
-        """Made when first asked for; None for a pool on devices."""
+    def agent(self) -> ReadingAgent:
+        """Made when first asked for."""
         with self._lock:
-            if self._agent is None and isinstance(self.store, PoolFile):
+            if self._agent is None:
                 self._agent = ReadingAgent(self.store, self._devices)
             return self._agent

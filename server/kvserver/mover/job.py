@@ -342,17 +342,13 @@ class Job:
                 lambda: mapping.run(task, importer.peer_files, importer.copiers),
             ),
             NIXL: (
-                lambda: bool(reach.nixl_agent and reach.nixl_regions and self._agent_offered()),
+                lambda: bool(reach.nixl_agent and reach.nixl_regions and importer.agent().offered),
                 lambda: reading.run(task, importer.agent()),
             ),
             GRPC: (lambda: bool(reach.data_address), lambda: stream.run(task)),
         }
         for path in list(self._paths):
             yield (path, *ways[path])
-
-    def _agent_offered(self) -> bool:
-        agent = self._importer.agent()
-        return agent is not None and agent.offered
 
     def _try(self, path: pb.TransferPath, run: Callable[[], None], task: Task) -> None:
         """Copy by one path. One that fails is not tried again, unless the part's lease did."""

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from kvcore.memory import Span
 from kvserver.mover.copying import Copy, PathFailed, Stuck, Task
-from kvserver.mover.nixl import AgentFailed, ReadingAgent
-from kvserver.mover.pages import Piece, file_of, pieces_of
+from kvserver.mover.nixl import KINDS, AgentFailed, ReadingAgent, Region
+from kvserver.mover.pages import pieces_of
 
 BATCH_BYTES = 16 << 20
 _IN_FLIGHT = 3
@@ -22,31 +23,47 @@ _POLLS = 64
 _SETTLE_SECONDS = 0.5
 
 
-def run(task: Task, agent: ReadingAgent | None) -> None:
+def run(task: Task, agent: ReadingAgent) -> None:
     """Read what is left. Stuck when reads are in flight that do not end.
 
     A read that was let go of still lands: so nothing is let go of.
     """
-    assert agent is not None  # it was offered
-    region, mapping = task.reach.nixl_regions[0], file_of(task.peer_pool)
-    if region.kind != "DRAM" or mapping is None or region.nbytes < mapping.num_bytes:
+    theirs, mappings = _regions(task), task.peer_pool.mappings
+    if len(theirs) != len(agent.regions):
+        raise PathFailed("the peer's pool has another number of ranks than ours")
+    if any(r.nbytes < mapping.num_bytes for r, mapping in zip(theirs, mappings, strict=True)):
         raise PathFailed("the peer's memory is not of a kind that is read here")
     try:
         name = agent.connect(task.reach.nixl_agent)
     except AgentFailed as error:
         raise PathFailed(f"the peer's agent cannot be met: {error}") from None
+    failed = False
     try:
         for copy in task.copies:
             if len(copy.left()):
-                _read(task, copy, agent, name, region.address)
+                _read(task, copy, agent, name, theirs)
     except AgentFailed as error:
+        failed = True
         raise PathFailed(f"the read failed: {error}") from None
     finally:
-        agent.disconnect(name)
+        agent.disconnect(name, failed=failed)
 
 
-def _read(task: Task, copy: Copy, agent: ReadingAgent, name: str, address: int) -> None:
+def _regions(task: Task) -> list[Region]:
+    """Of the peer, one a mapping. PathFailed if it tells of others."""
+    told = task.reach.nixl_regions
+    kinds = {region.kind for region in told}
+    if len(told) != len(task.peer_pool.mappings) or len(kinds) != 1 or not kinds <= KINDS:
+        raise PathFailed("the peer's memory is not of a kind that is read here")
+    return [Region(r.kind, r.device, r.address, r.nbytes) for r in told]
+
+
+def _read(
+    task: Task, copy: Copy, agent: ReadingAgent, name: str, regions: Sequence[Region]
+) -> None:
     pieces = pieces_of(copy.source, copy.destination)
+    sources = [piece.source for piece in pieces]
+    destinations = [piece.destination for piece in pieces]
     sums = task.sums(copy)
     flights: deque[tuple[Any, ...]] = deque()
 
@@ -60,12 +77,14 @@ def _read(task: Task, copy: Copy, agent: ReadingAgent, name: str, address: int) 
     try:
         for batch in task.batches(copy, BATCH_BYTES):
             task.store.check()
+            ours = rows_of(agent.regions, destinations, copy.destination_ids[batch])
+            theirs = rows_of(regions, sources, copy.source_ids[batch])
             lists = (
-                agent.prepare("", _rows(pieces, copy.destination_ids[batch], agent.address)),
-                agent.prepare(name, _rows(pieces, copy.source_ids[batch], address, theirs=True)),
+                agent.prepare("", ours, agent.regions[0].kind),
+                agent.prepare(name, theirs, regions[0].kind),
             )
-            rows = np.arange(len(batch) * len(pieces), dtype=np.int32)
-            flights.append((batch, agent.read(*lists, rows), *lists))
+            numbers = np.arange(len(ours), dtype=np.int32)
+            flights.append((batch, agent.read(*lists, numbers), *lists))
             if len(flights) == _IN_FLIGHT:
                 land()
         while flights:
@@ -76,13 +95,14 @@ def _read(task: Task, copy: Copy, agent: ReadingAgent, name: str, address: int) 
             agent.release(*handles)
 
 
-def _rows(pieces: Sequence[Piece], ids: Any, address: int, *, theirs: bool = False) -> Any:
-    """(address, nbytes, device) of every piece of every block."""
-    spans = [piece.source if theirs else piece.destination for piece in pieces]
-    rows = np.zeros((len(spans), len(ids), 3), np.uint64)
-    for number, span in enumerate(spans):
-        rows[number, :, 0] = address + span.offset + ids.astype(np.uint64) * span.stride
-        rows[number, :, 1] = span.nbytes
+def rows_of(regions: Sequence[Region], spans: Sequence[Span], ids: Any) -> Any:
+    """(address, nbytes, device) of every span of every block, ``[rows, 3]``, rank by rank."""
+    rows = np.zeros((len(regions), len(spans), len(ids), 3), np.uint64)
+    for region, of_rank in zip(regions, rows, strict=True):
+        for span, of_span in zip(spans, of_rank, strict=True):
+            of_span[:, 0] = region.address + span.offset + ids.astype(np.uint64) * span.stride
+            of_span[:, 1] = span.nbytes
+            of_span[:, 2] = region.device
     return rows.reshape(-1, 3)
 
 

@@ -25,7 +25,7 @@ from kvserver.mover.bucket import Bucket
 from kvserver.mover.channel import Channel, Message
 from kvserver.mover.frame import frame
 from kvserver.mover.nixl import ServingAgent
-from kvserver.mover.pages import PoolFile, checksum
+from kvserver.mover.pages import checksum
 from kvserver.mover.store import Store, open_store
 from kvserver.rpc import Context, Rpcs, register, write
 
@@ -90,18 +90,12 @@ class Serving:
             transfer.closed = True
             for pull in transfer.pulls:
                 pull.cancel()
-        if self._agent is not None:
-            self._agent.serve(bool(self._transfers))
 
     async def offer_nixl(self, devices: str) -> Message | None:
         """What peers must know to read with NIXL; None where that is not to be had."""
-        if not isinstance(self._store, PoolFile):
-            return None
         loop = asyncio.get_running_loop()
-        agent = await loop.run_in_executor(None, ServingAgent, self._store, devices)
-        self._agent = agent
-        agent.serve(bool(self._transfers))
-        return agent.reach()
+        self._agent = await loop.run_in_executor(None, ServingAgent, self._store, devices)
+        return self._agent.reach()
 
     async def pull_blocks(self, request: pb.PullBlocksRequest, context: Context) -> None:
         """PullBlocks."""
