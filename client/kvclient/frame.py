@@ -28,23 +28,23 @@ class Frame:
 
 def parse(message: bytes) -> Frame:
     """The message, without a copy of its data. InternalError if it is none."""
-    view = memoryview(message)
+    view, end = memoryview(message), len(message)
     first = num_blocks = position = 0
     data = view[:0]
     checksums: Sequence[int] = ()
     try:
-        while position < len(view):
-            key, position = _varint(view, position)
+        while position < end:
+            key, position = _varint(message, position)
             field, kind = key >> 3, key & 7
             if kind == _VARINT:
-                value, position = _varint(view, position)
+                value, position = _varint(message, position)
                 if field == 1:
                     first = value
                 elif field == 2:
                     num_blocks = value
                 continue
             if kind == _BYTES:
-                length, position = _varint(view, position)
+                length, position = _varint(message, position)
             else:
                 length = {_FIXED64: 8, _FIXED32: 4}[kind]
             content = view[position : position + length]
@@ -64,10 +64,15 @@ def parse(message: bytes) -> Frame:
     return Frame(first, num_blocks, data, checksums)
 
 
-def _varint(view: memoryview, position: int) -> tuple[int, int]:
-    value = shift = 0
+def _varint(message: bytes, position: int) -> tuple[int, int]:
+    value = message[position]
+    position += 1
+    if value < 0x80:
+        return value, position
+    value &= 0x7F
+    shift = 7
     while True:
-        byte = view[position]
+        byte = message[position]
         position += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:

@@ -158,9 +158,52 @@ async def write(context: Context, message: bytes, *, seconds: float) -> None:
     try:
         await asyncio.wait_for(context.write(message), seconds)
     except asyncio.TimeoutError:
-        raise ResourceExhausted(
-            f"nothing was read for {seconds:g} s", reason=_STALLED, retryable=True
-        ) from None
+        raise _stalled(seconds) from None
+
+
+class StallWatch:
+    """Sends the messages of one stream, all from one task. ``close`` it when the stream ends.
+
+    As ``write``, with one timer for all messages: ``wait_for`` makes a task and a timer of each.
+    """
+
+    def __init__(self, context: Context, seconds: float) -> None:
+        self._context = context
+        self._seconds = seconds
+        self._loop = asyncio.get_running_loop()
+        # What writes, and until when it may take.
+        self._task: asyncio.Task[Any] | None = None
+        self._until = math.inf
+        self._stalled = False
+        self._timer = self._loop.call_later(seconds, self._look)
+
+    async def write(self, message: bytes) -> None:
+        """Send ``message``. ResourceExhausted if the client takes nothing for so long."""
+        self._task = asyncio.current_task()
+        self._until = self._loop.time() + self._seconds
+        try:
+            await self._context.write(message)
+        except asyncio.CancelledError:
+            if self._stalled:
+                raise _stalled(self._seconds) from None
+            raise
+        self._until = math.inf
+
+    def close(self) -> None:
+        """No write is watched any more."""
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        left = self._until - self._loop.time()
+        if left <= 0 and self._task is not None:
+            self._stalled = True
+            self._task.cancel()
+        else:
+            self._timer = self._loop.call_later(min(left, self._seconds), self._look)
+
+
+def _stalled(seconds: float) -> ResourceExhausted:
+    return ResourceExhausted(f"nothing was read for {seconds:g} s", reason=_STALLED, retryable=True)
 
 
 def register(server: grpc.aio.Server, service: str, handlers: dict[str, Any]) -> None:

@@ -94,7 +94,9 @@ class Task:
 
     def check(self, num_bytes: int = 0) -> None:
         """Before ``num_bytes`` are copied: waits if that is too fast. Raises to end the copy."""
-        if self._stopped.wait(self._bucket.delay(num_bytes)):
+        delay = self._bucket.delay(num_bytes)
+        # Waiting for nothing takes longer than looking.
+        if self._stopped.wait(delay) if delay else self._stopped.is_set():
             raise Stopped
         if self.lease.lost:
             raise PathFailed(self.lease.lost)

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import grpc
+import uvloop
 
 from kvcore.errors import InvalidArgument, NotFound, ResourceExhausted
 from kvdepot.v1 import transfer_pb2 as pb
@@ -27,7 +28,7 @@ from kvserver.mover.frame import frame
 from kvserver.mover.nixl import ServingAgent
 from kvserver.mover.pages import checksum
 from kvserver.mover.store import Store, open_store
-from kvserver.rpc import Context, Rpcs, register, write
+from kvserver.rpc import Context, Rpcs, StallWatch, register
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +111,8 @@ class Serving:
         self._num_pulls += 1
         # Alone: a status cannot follow a first message that is cut off while it carries them.
         await context.send_initial_metadata(())
-        pull = asyncio.ensure_future(self._pull(transfer, request, ids, context))
+        watch = StallWatch(context, self._stall_seconds)
+        pull = asyncio.ensure_future(self._pull(request, ids, watch))
         transfer.pulls.add(pull)
         try:
             await pull
@@ -119,15 +121,12 @@ class Serving:
                 raise
             raise _closed() from None
         finally:
+            watch.close()
             transfer.pulls.discard(pull)
             self._num_pulls -= 1
 
     async def _pull(
-        self,
-        transfer: _Transfer,
-        request: pb.PullBlocksRequest,
-        ids: array[int],
-        context: Context,
+        self, request: pb.PullBlocksRequest, ids: array[int], watch: StallWatch
     ) -> None:
         group, store = request.group, self._store
         size = store.block_bytes[group]
@@ -139,8 +138,6 @@ class Serving:
             data_bytes = 0 if request.checksums_only else len(some) * size
             if delay := self._bucket.delay(data_bytes):
                 await asyncio.sleep(delay)
-            if transfer.closed:  # before Python 3.12 wait_for swallows a cancellation at times
-                raise _closed()
             store.check()
             blocks = store.blocks(group, some)
             sums = []
@@ -149,7 +146,7 @@ class Serving:
                 summed.add(some, sums)
             pages = [] if request.checksums_only else [page for block in blocks for page in block]
             message = frame(first, len(some), pages, sums)
-            await write(context, message, seconds=self._stall_seconds)
+            await watch.write(message)
             self.num_sent_bytes += data_bytes
         summed.tell()
 
@@ -300,7 +297,7 @@ def main() -> None:
     """Serve until the node is gone."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     channel = Channel(int(sys.argv[1]))
-    asyncio.run(_serve(channel, channel.receive()))
+    uvloop.run(_serve(channel, channel.receive()))
 
 
 if __name__ == "__main__":

@@ -35,15 +35,13 @@ def run(task: Task) -> None:
 
 def _store(task: Task, copy: Copy, batch: Any, frame: Frame) -> None:
     task.store.check()
-    size = copy.block_bytes
+    size, good = copy.block_bytes, batch
     blocks = [frame.data[at : at + size] for at in range(0, len(frame.data), size)]
     if task.checksums:
         sums = [xxhash.xxh3_64_intdigest(block) for block in blocks]
         right = np.array([*map(eq, sums, frame.checksums)], bool)
         if len(right) < len(blocks):
             raise PathFailed("BAD_PEER: it sent too few checksums")
-    else:
-        right = np.ones(len(blocks), bool)
-    good = batch[right]
-    task.store.write(copy.group, copy.destination_ids[good].tolist(), [*compress(blocks, right)])
+        good, blocks = batch[right], [*compress(blocks, right)]
+    task.store.write(copy.group, copy.destination_ids[good].tolist(), blocks)
     task.finished(copy, good, len(batch) - len(good))
