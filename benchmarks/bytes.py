@@ -106,7 +106,7 @@ def pair(num_bytes: int, block_bytes: int, layout: str = "block") -> Iterator[Pa
             # It is loaded while the server serves already.
             with clients[0].open_session():
                 while not clients[0].open_transfer({0: []}).reach.nixl_agent:
-                    pass
+                    sleep(0.05)
         yield made
 
 
