@@ -16,13 +16,16 @@ from kvclient.frame import parse
 from kvcore.errors import InvalidArgument
 from kvcore.memory import PoolMemory, layer_layouts
 from kvdepot.v1 import transfer_pb2 as pb
+from kvdepot.v1 import types_pb2
 from kvserver import convert_pool
 from kvserver.config import ServerConfig
 from kvserver.mover import devices, mapping
 from kvserver.mover.devices import PoolDevices
 from kvserver.mover.importer import Importer
 from kvserver.mover.job import Job
+from kvserver.mover.pages import PoolFile
 from kvserver.mover.serving import Serving
+from kvserver.mover.store import Store
 from moving import IMPORTED, MovingNode, block_hash, moving
 
 torch = pytest.importorskip("torch")
@@ -189,8 +192,10 @@ def peer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MovingNode]:
         yield node
 
 
-def run_import(ranks: Ranks, peer: MovingNode, **message: Any) -> dict[str, Any]:
-    """Of the peer's first 20 blocks, in parts; its last word."""
+def run_import(
+    ranks: Ranks, peer: MovingNode, store: Store | None = None, **message: Any
+) -> dict[str, Any]:
+    """Of the peer's first 20 blocks, in parts, into ``ranks`` or ``store``; its last word."""
     said: list[dict[str, Any]] = []
     job = {
         "job": 1,
@@ -209,18 +214,22 @@ def run_import(ranks: Ranks, peer: MovingNode, **message: Any) -> dict[str, Any]
         "takes": False,
         "deadline": 20.0,
     }
-    importer = Importer(IMPORTER, ranks.pool, ranks.devices)
+    importer = Importer(IMPORTER, ranks.pool, store or ranks.devices)
     Job(importer, job | message, lambda **told: said.append(told)).run()
     assert said[-1]["op"] == "report", said[-1]
     statuses = b"".join(told["statuses"][0] for told in said if told["op"] == "part")
     return said[-1] | {"statuses": {0: statuses}}
 
 
-def test_an_import_from_a_pool_in_a_file(made: Any, peer: MovingNode) -> None:
+@pytest.mark.parametrize("layout", ["block", "layer"])
+@pytest.mark.parametrize("path", [MAPPING, GRPC])
+def test_an_import_from_a_pool_in_a_file(
+    made: Any, peer: MovingNode, path: int, layout: str
+) -> None:
     peer.reset()
-    ranks = made(seed=2)
-    report = run_import(ranks, peer)
-    assert (report["path"], report["failures"]) == (GRPC, [])
+    ranks = made(seed=2, layout=layout)
+    report = run_import(ranks, peer, paths=[path])
+    assert (report["path"], report["failures"]) == (path, [])
     assert report["statuses"] == {0: bytes([IMPORTED]) * 20}
     for number in range(20):
         assert ranks.read(0, 30 - number) == peer.read(0, 1 + number)
@@ -244,6 +253,37 @@ def test_an_import_between_devices_of_one_host(
     assert report["statuses"] == {0: bytes([IMPORTED]) * 20}
     for number in range(20):
         assert ranks.read(0, 30 - number) == peer.read(0, 1 + number)
+
+
+@pytest.mark.parametrize("staging_bytes", [1, devices.STAGING_BYTES])
+def test_an_import_into_a_pool_in_a_file(
+    made: Any, peer: MovingNode, monkeypatch: pytest.MonkeyPatch, staging_bytes: int
+) -> None:
+    peer.reset()
+    monkeypatch.setattr(devices, "STAGING_BYTES", staging_bytes)  # a block at a time
+    ranks = made(seed=6, layout="layer")
+    ours = types_pb2.PoolDescription.FromString(ranks.pool.SerializeToString())
+    ours.mappings[0].file.path = ranks.memories[0].path
+    shown = peer.pool.mappings[0]
+    path = shown.file.path
+    tensor = torch.from_file(path, shared=True, size=shown.num_bytes, dtype=torch.uint8)
+    monkeypatch.setattr(mapping, "open_devices", lambda _: [tensor])
+    shown.cuda_ipc.device_uuid = "GPU"
+    try:
+        report = run_import(ranks, peer, PoolFile(ours, writable=True))
+    finally:
+        shown.file.path = path
+    assert (report["path"], report["failures"]) == (MAPPING, [])
+    assert report["statuses"] == {0: bytes([IMPORTED]) * 20}
+    for number in range(20):
+        assert ranks.read(0, 30 - number) == peer.read(0, 1 + number)
+
+
+def test_pools_of_other_ranks_are_not_mapped(made: Any, peer: MovingNode) -> None:
+    peer.reset()
+    report = run_import(made(2, seed=7), peer, paths=[MAPPING])
+    ((failed, reason),) = report["failures"]
+    assert failed == MAPPING and "another number of ranks" in reason
 
 
 @pytest.mark.parametrize(

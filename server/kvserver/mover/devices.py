@@ -95,10 +95,14 @@ class PoolDevices:
     def check(self) -> None:
         """Nothing can be told of them without touching them."""
 
+    def step(self, group: int) -> int:
+        """How many blocks are staged at once."""
+        return self._staging_bytes // max(1, self._rank_bytes[group])
+
     def blocks(self, group: int, block_ids: Sequence[int]) -> list[list[memoryview]]:
         """As Store's; InvalidArgument for more than are staged at once."""
         size = self._rank_bytes[group]
-        if len(block_ids) > self._step(group):
+        if len(block_ids) > self.step(group):
             raise InvalidArgument(f"{len(block_ids)} blocks are too many at once", field="blocks")
         with self._lock:
             for rank in range(len(self.tensors)):
@@ -167,11 +171,8 @@ class PoolDevices:
             ranks.append(views)
         return _Group(ranks, dtype, self._rank_bytes[group] // width)
 
-    def _step(self, group: int) -> int:
-        return self._staging_bytes // max(1, self._rank_bytes[group])
-
     def _steps(self, group: int, num_blocks: int) -> Iterator[tuple[int, int]]:
-        step = self._step(group)
+        step = self.step(group)
         for begin in range(0, num_blocks, step):
             yield begin, min(num_blocks, begin + step)
 

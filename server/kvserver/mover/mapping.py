@@ -21,6 +21,7 @@ from kvserver.mover.copying import Copy, PathFailed, Task
 from kvserver.mover.devices import PoolDevices, on_devices, open_devices
 from kvserver.mover.host import host_id
 from kvserver.mover.pages import PoolFile, file_of, pieces_of
+from kvserver.mover.store import Store, copy_blocks
 
 # What a thread copies at once, without Python.
 BATCH_BYTES = 16 << 20
@@ -39,11 +40,11 @@ _LOOK_SECONDS = 5.0
 
 
 def offered(task: Task) -> bool:
-    """Whether the peer is on this host, and has its bytes where we have ours."""
+    """Whether the peer is on this host, and its bytes can be mapped."""
     host, pool = host_id(), task.peer_pool
     if not host or task.reach.host_id != host:
         return False
-    return on_devices(pool) if isinstance(task.store, PoolDevices) else file_of(pool) is not None
+    return on_devices(pool) or file_of(pool) is not None
 
 
 def run(task: Task, files: PeerFiles, copiers: Executor) -> None:
@@ -51,8 +52,8 @@ def run(task: Task, files: PeerFiles, copiers: Executor) -> None:
 
     Nothing is copied any more when this returns or raises.
     """
-    if isinstance(task.store, PoolDevices):
-        _copy_on_devices(task, task.store)
+    if isinstance(task.store, PoolDevices) or on_devices(task.peer_pool):
+        _copy_on_devices(task, files)
         return
     assert isinstance(task.store, PoolFile)
     ours = task.store
@@ -109,20 +110,30 @@ def _copied(
         wait([done for _, done in copying if not done.cancel()])
 
 
-def _copy_on_devices(task: Task, ours: PoolDevices) -> None:
-    """The peer's devices are mapped by CUDA IPC for as long as this takes."""
-    if len(task.peer_pool.mappings) != ours.num_ranks:
+def _copy_on_devices(task: Task, files: PeerFiles) -> None:
+    """Of one side or both. The peer's are mapped by CUDA IPC for as long as this takes."""
+    pool = task.peer_pool
+    if len(pool.mappings) != (task.store.num_ranks if isinstance(task.store, PoolDevices) else 1):
         raise PathFailed("the peer's pool has another number of ranks than ours")
     try:
-        theirs = PoolDevices(task.peer_pool, open_devices(task.peer_pool))
-        for copy in task.copies:
-            if not len(copy.left()):
-                continue
-            sums = task.sums(copy)
-            for batch in task.batches(copy, BATCH_BYTES):
-                sources, destinations = copy.source_ids[batch], copy.destination_ids[batch]
-                ours.copy_from(theirs, copy.group, sources.tolist(), destinations.tolist())
-                task.arrived(copy, batch, sums)
+        with contextlib.ExitStack() as stack:
+            theirs: Store
+            if on_devices(pool):
+                theirs = PoolDevices(pool, open_devices(pool))
+            else:
+                theirs = stack.enter_context(files.mapped(pool))
+            for copy in task.copies:
+                if not len(copy.left()):
+                    continue
+                sums = task.sums(copy)
+                for batch in task.batches(copy, BATCH_BYTES):
+                    theirs.check()
+                    task.store.check()
+                    sources, destinations = copy.source_ids[batch], copy.destination_ids[batch]
+                    copy_blocks(
+                        theirs, task.store, copy.group, sources.tolist(), destinations.tolist()
+                    )
+                    task.arrived(copy, batch, sums)
     except RuntimeError as error:  # whatever CUDA refuses; torch.OutOfMemoryError is one
         first = (str(error).splitlines() or [""])[0]
         raise PathFailed(f"the device: {type(error).__name__}: {first}") from error

@@ -59,18 +59,18 @@ def regions_of(store: Store) -> list[Region]:
     return [Region("DRAM", 0, address, store.nbytes)]
 
 
-def make_agent(devices: str, *, serves: bool) -> Any:
+def make_agent(devices: str, *, cuda: bool, serves: bool) -> Any:
     """An agent over UCX; None if NIXL is not to be used or not installed.
 
     ``devices``: UCX_NET_DEVICES; empty: none. What the environment says of UCX_TLS stays.
-    ``serves``: it works for peers by itself, in a thread that sleeps until they want something
-    and holds no GIL. Otherwise it works while it is called.
+    ``cuda``: for memory of CUDA devices. ``serves``: it works for peers by itself, in a thread
+    that sleeps until they want something and holds no GIL. Otherwise it works while it is called.
     """
     if not devices:
         return None
     os.environ["UCX_NET_DEVICES"] = devices
     if devices == "lo":
-        os.environ.setdefault("UCX_TLS", "tcp,sm,self")
+        os.environ.setdefault("UCX_TLS", "tcp,sm,self,cuda" if cuda else "tcp,sm,self")
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     try:
@@ -107,7 +107,8 @@ class ServingAgent:
     """Registers the pool, and works for peers."""
 
     def __init__(self, store: Store, devices: str) -> None:
-        self._agent = make_agent(devices, serves=True)
+        cuda = isinstance(store, PoolDevices)
+        self._agent = make_agent(devices, cuda=cuda, serves=True)
         self._regions: list[Region] = []
         if self._agent is not None:
             self._regions = regions_of(store)
@@ -142,7 +143,8 @@ class ReadingAgent:
         self._users: Counter[str] = Counter()
         self._failed: set[str] = set()
         self.regions: list[Region] = []
-        self._agent = make_agent(devices, serves=False)
+        cuda = isinstance(store, PoolDevices)
+        self._agent = make_agent(devices, cuda=cuda, serves=False)
         if self._agent is not None:
             self.regions = regions_of(store)
             try:

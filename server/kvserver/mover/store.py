@@ -35,6 +35,29 @@ class Store(Protocol):
         """Fill blocks, each with its bytes; they are there for every process when it returns."""
 
 
+def copy_blocks(
+    source: Store,
+    destination: Store,
+    group: int,
+    sources: Sequence[int],
+    destinations: Sequence[int],
+) -> None:
+    """Blocks of one store into another's, in whichever layouts, of as many ranks.
+
+    From device to device, or, where one of them is a file, by way of pinned memory.
+    """
+    step = len(sources)
+    if isinstance(source, PoolDevices):
+        if isinstance(destination, PoolDevices):
+            destination.copy_from(source, group, sources, destinations)
+            return
+        step = source.step(group)
+    for begin in range(0, len(sources), max(1, step)):
+        blocks = source.blocks(group, sources[begin : begin + step])
+        data = [block[0] if len(block) == 1 else memoryview(b"".join(block)) for block in blocks]
+        destination.write(group, destinations[begin : begin + step], data)
+
+
 def open_store(pool: types_pb2.PoolDescription) -> Store:
     """The bytes, for reading and writing. An error of ``kvclient`` or the core if not."""
     if on_devices(pool):
