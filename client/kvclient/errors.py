@@ -22,10 +22,11 @@ class KVDepotError(Exception):
     ``reason`` is stable and upper snake case; ``field`` names the offending input,
     if there is one; ``retryable`` says whether the same call may succeed later.
     ``answered``: the server itself said so; False when the call failed on the way, or
-    never left.
+    never left. ``took_op_seq``: it did so after the call had taken its number.
     """
 
     answered = False
+    took_op_seq = False
 
     def __init__(
         self, message: str, *, reason: str, field: str = "", retryable: bool = False
@@ -173,6 +174,7 @@ def from_rpc_error(error: grpc.RpcError) -> KVDepotError:
         message, reason=detail.reason, field=detail.field, retryable=detail.retryable
     )
     typed.answered = True
+    typed.took_op_seq = detail.took_op_seq
     if isinstance(typed, FailedPrecondition):
         if detail.HasField("current_epoch"):
             typed.current_epoch = detail.current_epoch

@@ -15,9 +15,6 @@ from kvclient.errors import FailedPrecondition, KVDepotError, ResourceExhausted,
 
 Result = TypeVar("Result")
 
-_BEFORE_THE_NUMBER = ("TOO_MANY_STREAMS", "UNREAD_REPLIES")
-"""Why the server refuses what it has not looked at: such a call stays in flight."""
-
 
 class ReadReply(NamedTuple):
     """A reply that was read as it came; who asks for the result only takes it."""
@@ -111,11 +108,15 @@ class Sequence:
             else:
                 self._settled(None, error)
                 self._renumber(first)
-        elif error.reason in _BEFORE_THE_NUMBER:
-            pass
-        elif error.answered and not isinstance(error, Unavailable):
+        elif error.took_op_seq:
             self._unsure = False
             self._settled(None, error)
+        elif error.answered:
+            # Refused before its number was looked at. It stays in flight if that may pass.
+            if not error.retryable and not isinstance(error, Unavailable):
+                first = self._first
+                self._settled(None, error)
+                self._renumber(first)
         elif isinstance(error, ResourceExhausted):
             # Too large for the wire, one way or the other; sending it again is no use.
             self._settled(None, error)

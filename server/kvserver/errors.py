@@ -28,6 +28,8 @@ CODES: dict[type[errors.KVDepotError], grpc.StatusCode] = {
 
 # Statuses travel as trailing metadata, which gRPC limits to 8 KiB by default.
 MESSAGE_LENGTH_MAX = 512
+# An attribute of exceptions: the core's errors know of no numbers.
+_TOOK_OP_SEQ = "_took_op_seq"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +70,15 @@ def failure(error: Exception, *, method: str, epoch: str) -> Failure:
         code = grpc.StatusCode.INTERNAL
         message = "the server failed to answer; its log says why"
         detail = types_pb2.ErrorDetail(reason="INTERNAL")
+    detail.took_op_seq = getattr(error, _TOOK_OP_SEQ, False)
     status = Status(code=code.value[0], message=message)
     status.details.add().Pack(detail)
     return Failure(code, message, status.SerializeToString())
+
+
+def note_took_op_seq(error: Exception) -> None:
+    """The call that fails with ``error`` took its op_seq, which ``failure`` then tells."""
+    setattr(error, _TOOK_OP_SEQ, True)
 
 
 def code_of(error: errors.KVDepotError) -> grpc.StatusCode:

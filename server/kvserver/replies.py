@@ -8,7 +8,7 @@ from collections.abc import Callable
 from heapq import heapify, heappop, heapreplace
 
 from kvcore.errors import FailedPrecondition, KVDepotError
-from kvserver.errors import MESSAGE_LENGTH_MAX
+from kvserver.errors import MESSAGE_LENGTH_MAX, note_took_op_seq
 
 # What a kept answer takes besides its bytes, or its message, about.
 _REPLY_BYTES = 128
@@ -45,6 +45,7 @@ class ReplyWindow:
         try:
             reply = execute()
         except Exception as error:
+            note_took_op_seq(error)
             bare = _bare(error)
             self._keep(method, bare, _ERROR_BYTES + sys.getsizeof(str(bare)))
             raise
@@ -179,7 +180,9 @@ def _bare(error: Exception) -> Exception:
     beginning travels; of an error that is nobody's doing, nothing does.
     """
     if not isinstance(error, KVDepotError):
-        return RuntimeError(f"{type(error).__name__}: {error}"[:MESSAGE_LENGTH_MAX])
+        unexpected = RuntimeError(f"{type(error).__name__}: {error}"[:MESSAGE_LENGTH_MAX])
+        note_took_op_seq(unexpected)
+        return unexpected
     message = error.message[: MESSAGE_LENGTH_MAX + 1]
     bare = type(error).__new__(type(error), message)
     bare.__dict__.update(error.__dict__, message=message)

@@ -307,22 +307,33 @@ def test_what_the_wire_cannot_carry_is_refused_here(
         assert session.free("a").known is False
 
 
-def _answered(error: KVDepotError) -> KVDepotError:
-    error.answered = True
+def _answered(error: KVDepotError, *, took_op_seq: bool = False) -> KVDepotError:
+    error.answered, error.took_op_seq = True, took_op_seq
     return error
 
 
 @pytest.mark.parametrize(
     ("error", "pending", "next_op_seq"),
     [
-        pytest.param(_answered(NotFound("", reason="X")), False, 2, id="the-server-said-no"),
+        pytest.param(
+            _answered(NotFound("", reason="X"), took_op_seq=True), False, 2, id="the-server-said-no"
+        ),
+        pytest.param(
+            _answered(ResourceExhausted("", reason="X", retryable=True), took_op_seq=True),
+            False,
+            2,
+            id="not-now-and-numbered",
+        ),
+        pytest.param(_answered(InvalidArgument("")), False, 1, id="refused-unseen-for-good"),
         pytest.param(Unavailable("", reason="X"), True, 1, id="the-wire-broke"),
         pytest.param(_answered(Unavailable("", reason="X")), True, 1, id="the-server-stops"),
         pytest.param(DeadlineExceeded("", reason="X"), True, 1, id="late"),
         pytest.param(ResourceExhausted("", reason="X"), False, 2, id="too-large-perhaps-done"),
-        *(
-            pytest.param(_answered(ResourceExhausted("", reason=reason)), True, 1, id=reason)
-            for reason in ("TOO_MANY_STREAMS", "UNREAD_REPLIES")
+        pytest.param(
+            _answered(ResourceExhausted("", reason="X", retryable=True)),
+            True,
+            1,
+            id="refused-unseen-for-now",
         ),
         pytest.param(
             FailedPrecondition("", reason="X", expected_op_seq=2), False, 2, id="done-and-forgotten"

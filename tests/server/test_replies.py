@@ -8,10 +8,12 @@ from collections.abc import Callable
 from weakref import WeakSet
 
 import pytest
+from google.rpc.status_pb2 import Status
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcore.errors import FailedPrecondition, InvalidArgument, KVDepotError
+from kvdepot.v1 import types_pb2
 from kvserver.errors import failure
 from kvserver.replies import Replies, ReplyWindow
 
@@ -160,6 +162,9 @@ def test_a_kept_error_is_small_and_answered_alike(error: Exception) -> None:
             window.answer(1, "Free", execute)
         told.append(failure(caught.value, method="Free", epoch="e"))
     assert told[0] == told[1]
+    detail = types_pb2.ErrorDetail()
+    assert Status.FromString(told[0].details).details[0].Unpack(detail)
+    assert detail.took_op_seq
     assert isinstance(caught.value, KVDepotError) == isinstance(error, KVDepotError)
     assert len(str(caught.value)) < 520
     assert 1024 < window.nbytes < 4096

@@ -274,15 +274,17 @@ class PoolDescription(_message.Message):
     def __init__(self, fingerprint: _Optional[str] = ..., num_blocks: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[KVCacheGroup, _Mapping]]] = ..., layout: _Optional[_Union[PoolLayout, str]] = ..., layers: _Optional[_Iterable[_Union[LayerLayout, _Mapping]]] = ..., mappings: _Optional[_Iterable[_Union[PoolMapping, _Mapping]]] = ..., hash_scheme: _Optional[str] = ..., hash_seed: _Optional[str] = ..., hash_block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., enable_prefix_caching: bool = ..., scheduler_block_size: _Optional[int] = ..., decode_context_parallel_size: _Optional[int] = ..., prefill_context_parallel_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., tensor_parallel_rank: _Optional[int] = ..., model: _Optional[str] = ..., weights_revision: _Optional[str] = ...) -> None: ...
 
 class ErrorDetail(_message.Message):
-    __slots__ = ("reason", "retryable", "field", "current_epoch", "expected_op_seq")
+    __slots__ = ("reason", "retryable", "field", "current_epoch", "expected_op_seq", "took_op_seq")
     REASON_FIELD_NUMBER: _ClassVar[int]
     RETRYABLE_FIELD_NUMBER: _ClassVar[int]
     FIELD_FIELD_NUMBER: _ClassVar[int]
     CURRENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_OP_SEQ_FIELD_NUMBER: _ClassVar[int]
+    TOOK_OP_SEQ_FIELD_NUMBER: _ClassVar[int]
     reason: str
     retryable: bool
     field: str
     current_epoch: str
     expected_op_seq: int
-    def __init__(self, reason: _Optional[str] = ..., retryable: bool = ..., field: _Optional[str] = ..., current_epoch: _Optional[str] = ..., expected_op_seq: _Optional[int] = ...) -> None: ...
+    took_op_seq: bool
+    def __init__(self, reason: _Optional[str] = ..., retryable: bool = ..., field: _Optional[str] = ..., current_epoch: _Optional[str] = ..., expected_op_seq: _Optional[int] = ..., took_op_seq: bool = ...) -> None: ...
