@@ -1,7 +1,8 @@
 """vLLM's real Scheduler with the facade, against the same with its own manager.
 
 A run's figure is the mean, over its steps, of the seconds spent in the manager's calls:
-lookups, admissions and frees too. The model is a pause of FORWARD_SECONDS.
+lookups, admissions and frees too, and the hints, where they are given. The model is a pause
+of FORWARD_SECONDS.
 """
 
 from __future__ import annotations
@@ -22,7 +23,12 @@ OPTIONS: dict[str, Any] = {
     "max_num_seqs": 128,
     "forward_s": 0.005,
 }
-TARGETS = {"lazy": 0.5, "strict": None}
+# The manager, and what it is called in its rows.
+MANAGERS = {
+    "lazy": ("lazy", 0.5),
+    "hinted": ("lazy, told of limits and of waiting requests", 0.5),
+    "strict": ("strict", None),
+}
 
 
 def rows(settings: Settings) -> Iterator[Row]:
@@ -50,11 +56,11 @@ def rows(settings: Settings) -> Iterator[Row]:
             assert run["num_finished"] == num_requests
             return [[run["manager_seconds"] / len(run["steps"])], sorted(run["step_seconds"])]
 
-        for manager, bound in TARGETS.items():
+        for manager, (name, bound) in MANAGERS.items():
             yield from compare(
                 [
-                    f"scheduler: KV time of a mean step, {manager} (vLLM's own manager)",
-                    f"scheduler: KV time of a median step, {manager} (vLLM's own manager)",
+                    f"scheduler: KV time of a mean step, {name} (vLLM's own manager)",
+                    f"scheduler: KV time of a median step, {name} (vLLM's own manager)",
                 ],
                 lambda m=manager: steps(m),  # type: ignore[misc]
                 lambda: steps("vllm"),

@@ -387,9 +387,12 @@ def test_others_read_nothing_of_a_step_before_it_has_ended(client: Client, stric
 
 
 def test_a_hit_that_changed_does_not_fit(client: Client) -> None:
-    """Another session takes the cached blocks between lookup and allocation."""
+    """Another session takes the cached blocks between lookup and allocation.
+
+    A lazy lookup holds them: see test_offers.
+    """
     with client.open_session("first") as first, client.open_session("second") as second:
-        facade = Facade(first)
+        facade = Facade(first, strict=True)
         old = request_of("old", list(range(8)))
         facade.get_computed_blocks(old)
         assert facade.allocate_slots(old, 8) is not None

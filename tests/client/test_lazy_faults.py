@@ -415,7 +415,7 @@ def test_a_message_that_is_refused_is_told_once(serve: Any) -> None:
     with server.client() as client:
         session = client.open_session()
         facade = KVCacheManager(session, steps_in_flight=1)
-        facade._outbox._operations_max = 100  # as over a server that does not say
+        facade._outbox.operations_max = 100  # as over a server that does not say
         scheduler = scheduler_over(facade)
         with pytest.raises(ResourceExhausted) as refused:
             scheduler.run()

@@ -63,7 +63,9 @@ STEPS_MAX = 100_000
 
 @dataclass(frozen=True)
 class Run:
-    """One run. ``manager`` is "vllm", "strict" or "lazy"; the latter two need a target."""
+    """One run. ``manager`` is "vllm", or the facade, which needs a target: "strict", "lazy", or
+    "hinted": lazy, told the Scheduler's limits, and of each request when it is added.
+    """
 
     manager: str
     num_requests: int
@@ -234,6 +236,8 @@ def drive(run: Run, scheduler: Any) -> dict[str, Any]:
     """Until every request has finished."""
     timed = scheduler.kv_cache_manager = Timed(scheduler.kv_cache_manager)
     for request in make_requests(run):
+        if run.manager == "hinted":
+            timed.prefetch(request)
         scheduler.add_request(request)
     gc.collect()
     gc.freeze()
@@ -289,8 +293,15 @@ def answer(run: Run) -> dict[str, Any]:
         return drive(run, scheduler)
     with Client(run.target) as client, client.open_session() as session:
         session.reset_prefix_cache()
+        limits = {
+            "max_num_batched_tokens": run.max_batched_tokens,
+            "max_num_seqs": run.max_num_seqs,
+        }
         facade = Facade(
-            session, strict=run.manager == "strict", steps_in_flight=2 if run.is_async else 1
+            session,
+            strict=run.manager == "strict",
+            steps_in_flight=2 if run.is_async else 1,
+            **(limits if run.manager == "hinted" else {}),
         )
         scheduler.kv_cache_manager = facade
         result = drive(run, scheduler)

@@ -58,19 +58,20 @@ def compare(scheduler: RealScheduler, options: dict[str, Any]) -> None:
             *("--max-model-len", str(MAX_MODEL_LEN)),
         ]
     ) as target:
-        strict, lazy = [
+        strict, lazy, hinted = [
             scheduler.run(manager=manager, target=target, **options)
-            for manager in ("strict", "lazy")
+            for manager in ("strict", "lazy", "hinted")
         ]
     steps = zip(strict["steps"], theirs["steps"], strict=False)
     first = next((number for number, (one, other) in enumerate(steps) if one != other), None)
     assert first is None, f"another decision in step {first}"
     for what in (*DECIDED, "num_hit_tokens", "usage"):
         assert strict[what] == theirs[what], what
-    for what in ("outputs", "num_finished", "num_output_tokens"):
-        assert lazy[what] == theirs[what], what
-    assert bool(lazy["num_preempted"]) == bool(theirs["num_preempted"])
-    for ours in (strict, lazy):
+    for ours in (lazy, hinted):
+        for what in ("outputs", "num_finished", "num_output_tokens"):
+            assert ours[what] == theirs[what], what
+        assert bool(ours["num_preempted"]) == bool(theirs["num_preempted"])
+    for ours in (strict, lazy, hinted):
         left = ours["violations"], ours["num_requests_left"], ours["num_live_blocks_left"]
         assert left == ([], 0, 0)
 

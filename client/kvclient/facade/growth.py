@@ -11,7 +11,8 @@ import math
 from typing import Any
 
 from kvclient.facade.known import NEVER, KnownRequest
-from kvclient.facade.outbox import Ask, Outbox
+from kvclient.facade.operation import Ask
+from kvclient.facade.outbox import Outbox
 from kvclient.session_tables import SessionTables
 from kvclient.values import BlockTables, Outcome, PoolDescription, token_bytes
 

@@ -31,6 +31,8 @@ class KnownRequest:
         "skip_end",
         "table_end",
         "tables",
+        "was_offered",
+        "was_refused",
     )
 
     def __init__(self, handle: int) -> None:
@@ -41,6 +43,10 @@ class KnownRequest:
         self.running = False
         # None while it holds no blocks.
         self.tables: RequestTables | None = None
+        # Its last lookup was an offer: the server remembers no hit of it.
+        self.was_offered = False
+        # The last offer did not fit: until it is admitted it gets none.
+        self.was_refused = False
         # Counts its frees: an answer to what an earlier life asked for is none of its own.
         self.life = 0
         # Blocks that the server gave and that are in no table yet, by group.

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 from kvclient.errors import BlocksInUse, InvalidArgument, KVDepotError, NotFound
+from kvclient.facade.admission import Admissions
 from kvclient.facade.blocks import BlockPool, DetachedBlock, KVCacheBlocks
 from kvclient.facade.books import Books
 from kvclient.facade.growth import LazyGrowth, is_certain
 from kvclient.facade.known import KnownRequest
-from kvclient.facade.outbox import Ask, Outbox
+from kvclient.facade.offers import Offers
+from kvclient.facade.operation import Ask
+from kvclient.facade.outbox import Outbox
 from kvclient.facade.stats import Coordinator
 from kvclient.introduce import introduction
 from kvclient.session import Session
@@ -37,8 +39,9 @@ class KVCacheManager(Books):
     ``strict``: every call is sent and waited for, and every decision is vLLM's. Otherwise
     (lazy) a running request's growth is answered from blocks that were asked for a step
     ahead, in one message a step; a growth that the pool refused ahead is asked for again,
-    and waited for, when it is needed. Lookups and admissions are waited for in any case;
-    frees and confirmations go with the next message. What then differs from vLLM:
+    and waited for, when it is needed. A lookup is waited for, and takes the slots that the
+    scheduler is expected to ask for next, so that an admission is one message; frees and
+    confirmations go with the next message. What then differs from vLLM:
 
     - A running request holds the next step's block, at most one a group, from the end of
       the step before on. So blocks are taken in another order, and in a short pool
@@ -48,10 +51,19 @@ class KVCacheManager(Books):
     - Full blocks become hits before the next lookup or at the end of the step, whichever
       comes first; in a short pool, or when the tokens are known late (asynchronous
       scheduling), with the step after.
+    - A request that was looked up holds its hit and its slots, as many as the step's token
+      budget has room for, until it is admitted. If something else is asked for it is admitted
+      so, in a second message; if nothing is, what it holds is free with the next message, and
+      none of it is a hit. So blocks are evicted in another order. The server counts its
+      next lookup as one after a preemption.
     - ``usage`` is that of the last answer, and blocks held ahead count.
 
     Groups of states, of encoder tokens, and of kinds that are none of vLLM's make all
-    growth strict.
+    growth and all admissions strict.
+
+    ``max_num_batched_tokens`` and ``max_num_seqs`` are the scheduler's own limits. Without
+    the first a budget is guessed from what it asks for. ``prefetch`` tells of requests
+    that wait: then all that a step admits, within these limits, is one message.
 
     ``steps_in_flight`` is how many steps the scheduler runs ahead (1: synchronous, 2:
     vLLM's AsyncScheduler), each begun by ``new_step_starts``; other sessions and peers read
@@ -73,6 +85,8 @@ class KVCacheManager(Books):
         strict: bool = False,
         log_stats: bool = True,
         steps_in_flight: int | None = 1,
+        max_num_batched_tokens: int | None = None,
+        max_num_seqs: int | None = None,
     ) -> None:
         if steps_in_flight is not None and steps_in_flight < 1:
             raise InvalidArgument("at least one step is in flight", field="steps_in_flight")
@@ -94,8 +108,20 @@ class KVCacheManager(Books):
             self._unheard,
             step_operations_max=session.step_operations_max,
         )
+        self._offers: Offers | None = None
         if not strict and is_certain(session.pool):
             self._growth = LazyGrowth(session.pool, self._tables, self._outbox)
+            self._offers = Offers(
+                session.pool,
+                self._outbox,
+                self._known,
+                self._content,
+                max_num_batched_tokens=max_num_batched_tokens,
+                max_num_seqs=max_num_seqs,
+            )
+        self._admissions = Admissions(
+            session.pool, self._tables, self._outbox, self._known, self._growth, self._content
+        )
 
     def close(self) -> None:
         """Sends what is queued, if the server can be reached, and ends the stream.
@@ -112,6 +138,8 @@ class KVCacheManager(Books):
         """The next scheduler step begins. What the one before asked ahead is sent by now."""
         self._outbox.flush()
         self._outbox.collect()
+        if self._offers is not None:
+            self._offers.num_scheduled = 0
         self._step += 1
 
     def flush(self) -> None:
@@ -122,20 +150,22 @@ class KVCacheManager(Books):
         """As ``flush``, and waits until all that was sent is answered."""
         self._outbox.settle()
 
+    def prefetch(self, request: Any) -> None:
+        """A hint: the request waits, behind those that were hinted at before.
+
+        Its tokens go to the server with a message that nobody waits for, and what a step
+        admits of hinted requests is one message. Nothing else changes; ``free`` ends it.
+        """
+        if self._offers is not None:
+            self._offers.hint(request)
+
     def get_computed_blocks(self, request: Any) -> tuple[KVCacheBlocks, int]:
         """The longest cached prefix, at most ``num_tokens - 1``. Takes no reference."""
-        self._outbox.flush()
-        hit = self.session.get_computed_blocks(
-            request.request_id, self._content(request), mark=self._mark()
-        )
-        self._sent(request, hit.handle)
-        self.coordinator.num_uncached_common_prefix_tokens = hit.num_uncached_common_prefix_tokens
+        blocks, num_tokens = self._look_up(request)
         stats = self.prefix_cache_stats
         if stats is not None and self.enable_caching and not request.skip_reading_prefix_cache:
-            stats.record(request.num_tokens, hit.num_computed_tokens, request.num_preemptions > 0)
-        if not any(hit.blocks):
-            return self.empty_kv_cache_blocks, hit.num_computed_tokens
-        return KVCacheBlocks(hit.blocks), hit.num_computed_tokens
+            stats.record(request.num_tokens, num_tokens, request.num_preemptions > 0)
+        return self._blocks(blocks), num_tokens
 
     def allocate_slots(
         self,
@@ -178,7 +208,9 @@ class KVCacheManager(Books):
                 has_scheduled_reqs=has_scheduled_reqs,
                 num_encoder_tokens=num_encoder_tokens,
             )
-            return self._admit(request, slots)
+            return self._admit(request, known, slots)
+        if self._offers is not None:
+            self._offers.num_scheduled += num_new_tokens
         if (
             request.num_computed_tokens + num_new_tokens < known.quiet_end
             and num_lookahead_tokens == known.lookahead
@@ -213,6 +245,8 @@ class KVCacheManager(Books):
     def free(self, request: Any) -> None:
         """Gives the blocks back. A request that has not finished keeps its tokens there."""
         mode = FreeMode.FINISH if request.is_finished() else FreeMode.PREEMPT
+        if self._offers is not None:
+            self._offers.forget(request.request_id)
         known = self._known.get(request.request_id)
         if known is None:
             return
@@ -235,6 +269,8 @@ class KVCacheManager(Books):
         After an error, asked again: it answers what it would have answered.
         """
         request_id = request.request_id
+        if self._offers is not None:
+            self._offers.forget(request_id)
         known = self._known.get(request_id)
         if known is not None:
             if known.num_asked:
@@ -319,58 +355,40 @@ class KVCacheManager(Books):
 
     # --- inside -----------------------------------------------------------------------
 
-    def _admit(self, request: Any, slots: SlotRequest) -> KVCacheBlocks | None:
-        """Slots as asked for, with what is new of the request, waited for."""
-        known = self._known.get(request.request_id)
-        if known is not None:
-            self._outbox.wait_for(known)
-        result = self._outbox.exchange(replace(slots, content=self._content(request))).admissions[0]
-        if result.outcome is Outcome.NO_BUDGET:
-            return None  # the server has not looked at it
-        self._sent(request, result.handle)
-        known = self._known[request.request_id]
-        num_external = slots.num_external_computed_tokens
-        num_computed = slots.num_computed_tokens + slots.num_new_computed_tokens + num_external
-        if known.tables is not None:
-            known.tables.skip(num_computed)
-        if result.outcome is not Outcome.OK:
-            return None
-        known.running = known.running or not slots.delay_cache_blocks
-        new_blocks = result.new_blocks
-        num_held = [len(blocks) for blocks in result.hit_blocks] or [0] * len(self._block_sizes)
-        if known.tables is None:
-            known.tables = self._tables.begin(
-                request.num_prompt_tokens,
-                result.hit_blocks,
-                new_blocks,
-                num_computed,
-                num_external,
-            )
+    def _admit(
+        self, request: Any, known: KnownRequest | None, slots: SlotRequest
+    ) -> KVCacheBlocks | None:
+        offers = self._offers
+        offered = None if offers is None else offers.take(request.request_id, slots)
+        if offered is not None:
+            assert known is not None
+            new_blocks = self._admissions.begin(request, known, slots, offered)
         else:
-            # Those held ahead come first in the server's table.
-            if any(known.reserve):
-                known.hold(new_blocks)
-                new_blocks, known.reserve = known.reserve, ()
-            self._tables.grow(known.tables, new_blocks)
-        if self._growth is not None and known.running:
-            self._growth.begin(
-                request,
-                known,
-                num_computed,
-                slots.num_new_tokens or 0,
-                slots.num_lookahead_tokens,
-            )
-        if num_external == 0:
-            return self._blocks(new_blocks)
-        # Blocks for external tokens are in the table; new ones are those for what follows.
-        return self._blocks(
-            tuple(
-                blocks[max(0, -(-num_computed // block_size) - held) :]
-                for blocks, block_size, held in zip(
-                    new_blocks, self._block_sizes, num_held, strict=True
-                )
-            )
+            if offers is not None:
+                offers.settle(request.request_id)
+            new_blocks = self._admissions.ask(request, slots)
+        if new_blocks is None:
+            return None
+        if offers is not None:
+            offers.scheduled(request.request_id, slots.num_new_tokens or 0)
+        return self._blocks(new_blocks)
+
+    def _look_up(self, request: Any) -> tuple[BlockTables, int]:
+        """The hit's blocks, and its tokens."""
+        offered = None
+        if self._offers is not None:
+            offered = self._offers.look_up(request, self._tables.num_requests)
+        if offered is not None:
+            self.coordinator.num_uncached_common_prefix_tokens = 0
+            return offered.hit_blocks, offered.num_new_computed_tokens
+        self._outbox.flush()
+        hit = self.session.get_computed_blocks(
+            request.request_id, self._content(request), mark=self._mark()
         )
+        self._sent(request, hit.handle)
+        self._known[request.request_id].was_offered = False
+        self.coordinator.num_uncached_common_prefix_tokens = hit.num_uncached_common_prefix_tokens
+        return hit.blocks, hit.num_computed_tokens
 
     def _grow(
         self, request: Any, known: KnownRequest, num_new_tokens: int, num_lookahead_tokens: int

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from kvclient.errors import CacheLost, InternalError, KVDepotError, NotFound, of_operation
 from kvclient.facade.known import KnownRequest
+from kvclient.facade.operation import Ask, Introduction, Offer
 from kvclient.stream import PendingStep, StepStream
 from kvclient.values import (
-    BlockTables,
     Cache,
     Free,
     FreeMode,
@@ -32,56 +32,8 @@ _EXPECTED = (
 _OK = Outcome.OK
 OPERATIONS_MAX = 4096
 """Operations that wait; one more sends them."""
-
-
-class Ask:
-    """One request's growth: to ``num_computed`` + ``num_new`` tokens, and the lookahead.
-
-    ``tokens`` (as the wire has them) begin at ``offset``. ``outcome`` is None until it is
-    answered.
-    """
-
-    __slots__ = (
-        "end",
-        "is_ahead",
-        "known",
-        "life",
-        "lookahead",
-        "new_blocks",
-        "num_computed",
-        "num_new",
-        "num_scheduled",
-        "offset",
-        "outcome",
-        "registers",
-        "tokens",
-    )
-
-    def __init__(
-        self,
-        known: KnownRequest,
-        num_computed: int,
-        num_new: int,
-        lookahead: int,
-        offset: int,
-        tokens: bytes,
-    ) -> None:
-        self.known = known
-        self.life = known.life
-        self.num_computed = num_computed
-        self.num_new = num_new
-        self.lookahead = lookahead
-        self.offset = offset
-        self.tokens = tokens
-        # Of an ask ahead: how many of the new tokens are of this step, and whether a block
-        # is full with them.
-        self.is_ahead = False
-        self.num_scheduled = num_new
-        self.registers = False
-        # Slots that the request then has in every group.
-        self.end = 0
-        self.outcome: Outcome | None = None
-        self.new_blocks: BlockTables = ()
+INTRODUCED_BYTES_MAX = 1 << 18
+"""Token bytes of introductions in one message, but for the last of them."""
 
 
 class Outbox:
@@ -105,16 +57,21 @@ class Outbox:
         self._mark = mark
         self._on_answer = on_answer
         self._on_unheard = on_unheard
-        # Cache and Free operations and asks: in order.
+        # Cache and Free operations and asks: in order. The argument of a Free is its mode,
+        # negative if the request did not run.
         self._queue: list[tuple[OperationKind, object, int]] = []
         # Of the asks among them: a Step has one.
         self._lookahead: int | None = None
         self._ahead: list[Ask] = []
+        # Admitted, and not taken yet: they go back in front of the next message.
+        self.offers: deque[Offer] = deque()
+        # They go with messages that nobody waits for.
+        self._introductions: deque[Introduction] = deque()
         self._sent: deque[_Sent] = deque()
         # Of those sent, with admissions.
         self._num_admitting = 0
         # A server that does not say what it takes is an older one.
-        self._operations_max = min(OPERATIONS_MAX, step_operations_max or OPERATIONS_MAX)
+        self.operations_max = min(OPERATIONS_MAX, step_operations_max or OPERATIONS_MAX)
         # Why what the requests hold is not known any more.
         self._lost: CacheLost | None = None
         # Of detached requests by handle, until they are taken.
@@ -123,7 +80,7 @@ class Outbox:
         self.num_free_blocks: int | None = None
 
     def __len__(self) -> int:
-        return len(self._queue) + len(self._ahead)
+        return len(self._queue) + len(self._ahead) + len(self.offers)
 
     def cache(self, known: KnownRequest, num_computed_tokens: int) -> None:
         """The bytes of so many tokens are written."""
@@ -139,8 +96,25 @@ class Outbox:
         self._add(OperationKind.FREE, known.handle, mode)
 
     def give_back(self, handle: int, mode: FreeMode) -> None:
-        """Free, before all that waits, what an admission that was not heard of gave."""
-        self._queue.insert(0, (OperationKind.FREE, handle, mode))
+        """Free, before all that waits, what an admission gave that nobody runs."""
+        self._queue.insert(0, (OperationKind.FREE, handle, -mode))
+
+    def withdraw(self) -> None:
+        """All offers go back, the last one first."""
+        while self.offers:
+            self.give_back(self.offers.popleft().result.handle, FreeMode.PREEMPT)
+
+    def introduce(self, introduction: Introduction) -> None:
+        """Tells the server of a request, with the next message that nobody waits for."""
+        self._introductions.append(introduction)
+
+    def settle_introduction(self, introduction: Introduction) -> None:
+        """Waits for its answer, or, if it was not sent, does not send it."""
+        if introduction.is_sent is False:
+            introduction.is_sent = None
+            self._introductions.remove(introduction)
+        while introduction.is_sent and self._sent:
+            self._read()
 
     def grow(self, ask: Ask) -> None:
         """Growth that does not wait for the end of the step."""
@@ -160,7 +134,7 @@ class Outbox:
         return any(ask.known is known for ask in self._ahead)
 
     def _add(self, kind: OperationKind, subject: object, argument: int) -> None:
-        if len(self) >= self._operations_max:
+        if len(self) >= self.operations_max:
             self.flush()
         self._queue.append((kind, subject, argument))
 
@@ -169,16 +143,29 @@ class Outbox:
     def flush(self) -> None:
         """Sends what is queued, if anything is; its answer is read later."""
         self._hear()
-        if self._queue or self._ahead:
+        if self._queue or self._ahead or self.offers:
             self._send(with_ahead=True)
 
-    def exchange(self, *admissions: SlotRequest, with_ahead: bool = True) -> StepResult:
+    def exchange(
+        self,
+        *admissions: SlotRequest,
+        with_ahead: bool = True,
+        token_budget: int | None = None,
+        are_offers: bool = False,
+    ) -> StepResult:
         """Sends what is queued, and these admissions behind it; their answer.
 
-        Without ``with_ahead``, asks ahead wait on.
+        Without ``with_ahead``, asks ahead wait on. ``token_budget`` is what the admissions
+        may schedule together. Of ``are_offers``, those behind the first may fail.
         """
         self._hear()
-        pending = self._send(admissions, with_ahead=with_ahead, is_awaited=True)
+        pending = self._send(
+            admissions,
+            with_ahead=with_ahead,
+            is_awaited=True,
+            token_budget=token_budget,
+            are_offers=are_offers,
+        )
         while True:
             read, result = self._read(pending)
             if read is pending:
@@ -213,18 +200,28 @@ class Outbox:
         *,
         with_ahead: bool = True,
         is_awaited: bool = False,
+        token_budget: int | None = None,
+        are_offers: bool = False,
     ) -> PendingStep:
         """What is queued, in as few messages as the server takes; the last one."""
+        self.withdraw()
         if with_ahead and self._ahead and self._lookahead not in (None, self._ahead[0].lookahead):
             self._send(with_ahead=False)
         ahead = self._ahead if with_ahead else []
-        size = self._operations_max
+        size = self.operations_max
         while (num_queued := len(self._queue) + len(ahead)) + len(admissions) > size:
             if not num_queued:
                 break
             queue = self._queue[:size]
             self._put(queue, ahead[: size - len(queue)])
-        return self._put(self._queue, ahead, admissions, is_awaited=is_awaited)
+        return self._put(
+            self._queue,
+            ahead,
+            admissions,
+            is_awaited=is_awaited,
+            token_budget=token_budget,
+            are_offers=are_offers,
+        )
 
     def _put(
         self,
@@ -233,6 +230,8 @@ class Outbox:
         admissions: tuple[SlotRequest, ...] = (),
         *,
         is_awaited: bool = False,
+        token_budget: int | None = None,
+        are_offers: bool = False,
     ) -> PendingStep:
         """One message: the first that are queued, the first asks ahead, and admissions."""
         runs: list[tuple[OperationKind, int]] = []
@@ -253,15 +252,24 @@ class Outbox:
         if ahead:
             asks.extend(ahead)
             runs.append((OperationKind.GROW, len(ahead)))
-        if admissions:
-            runs.append((OperationKind.ADMIT, len(admissions)))
+        num_before = len(queue) + len(ahead)
+        introductions: list[Introduction] = []
+        if self._introductions and not is_awaited:
+            introductions = self._next_introductions(self.operations_max - num_before)
+        slots = [*admissions, *[introduction.slots for introduction in introductions]]
+        if slots:
+            runs.append((OperationKind.ADMIT, len(slots)))
+        if token_budget is not None:
+            # It counts for growth, too, which is none of this budget's.
+            token_budget += sum([ask.num_new for ask in asks])
         step = Step(
             runs,
             on_no_fit_stop=False,
-            admissions=admissions,
+            token_budget=token_budget,
+            admissions=slots,
             grow=_grow(asks),
             cache=Cache(*zip(*caches, strict=True)) if caches else _NO_CACHE,
-            free=Free(*zip(*frees, strict=True)) if frees else _NO_FREE,
+            free=_free(frees),
         )
         pending = self._stream.send(step, mark=self._mark(), is_awaited=is_awaited)
         # Only now: what could not be sent stays queued.
@@ -270,11 +278,33 @@ class Outbox:
         if not self._queue:
             self._lookahead = None
         holds_more = bool(asks or caches or frees)
+        for _ in introductions:
+            self._introductions.popleft().is_sent = True
         self._sent.append(
-            _Sent(pending, asks, [handle for handle, _ in frees], len(admissions), holds_more)
+            _Sent(
+                pending,
+                asks,
+                [handle for handle, _ in frees],
+                len(admissions),
+                introductions,
+                num_before,
+                1 if are_offers else len(admissions),
+                holds_more,
+            )
         )
         self._num_admitting += bool(admissions)
         return pending
+
+    def _next_introductions(self, num_max: int) -> list[Introduction]:
+        """Those that fit the next message."""
+        nbytes = 0
+        introductions: list[Introduction] = []
+        for introduction in self._introductions:
+            if len(introductions) >= num_max or nbytes >= INTRODUCED_BYTES_MAX:
+                break
+            nbytes += 4 * introduction.num_tokens
+            introductions.append(introduction)
+        return introductions
 
     def _hear(self) -> None:
         """Reads on until no admission is without an answer. CacheLost after a refusal."""
@@ -308,14 +338,20 @@ class Outbox:
         for handle, ticket in zip(sent.freed, result.free_tickets, strict=False):
             if ticket:
                 self.tickets[handle] = ticket
+        admissions = result.admissions[: sent.num_admissions]
+        for introduction, answer in zip(
+            sent.introductions, result.admissions[sent.num_admissions :], strict=True
+        ):
+            introduction.is_sent = None
+            introduction.on_answer(introduction, answer.handle)
         try:
-            _check(result)
+            _check(result, sent)
         except KVDepotError:
             awaited = None  # it may be another operation's error, and is raised all the same
             raise
         finally:
             if pending is not awaited:
-                for admission in result.admissions:
+                for admission in admissions:
                     self._on_unheard(admission)
         return pending, result
 
@@ -326,6 +362,8 @@ class Outbox:
         """
         self._sent.popleft()
         self._num_admitting -= bool(sent.num_admissions)
+        for introduction in sent.introductions:
+            introduction.is_sent = None
         if sent.holds_more and not isinstance(error, CacheLost):
             self._lost = CacheLost(
                 f"the server refused what the facade had queued ({error.reason}: "
@@ -335,12 +373,19 @@ class Outbox:
 
 
 class _Sent(NamedTuple):
-    """A message without an answer. ``freed`` are handles; ``holds_more`` than its admissions."""
+    """A message without an answer. ``freed`` are handles; ``holds_more`` than its admissions.
+
+    Its operations are ``num_before``, its admissions, of which some may fail behind the first
+    ``num_certain``, and its introductions, which may.
+    """
 
     pending: PendingStep
     asks: list[Ask]
     freed: list[int]
     num_admissions: int
+    introductions: list[Introduction]
+    num_before: int
+    num_certain: int
     holds_more: bool
 
 
@@ -361,11 +406,23 @@ def _grow(asks: list[Ask]) -> Grow:
     )
 
 
-def _check(result: StepResult) -> None:
+def _free(frees: list[tuple[int, int]]) -> Free:
+    if not frees:
+        return _NO_FREE
+    did_not_run = [mode < 0 for _, mode in frees]
+    return Free(
+        [handle for handle, _ in frees],
+        bytes([abs(mode) for _, mode in frees]),
+        bytes(did_not_run) if any(did_not_run) else b"",
+    )
+
+
+def _check(result: StepResult, sent: _Sent) -> None:
     """Raises for an outcome that no caller can go on from."""
-    if result.errors:
-        raise of_operation(result.errors[0])
-    outcomes = {admission.outcome for admission in result.admissions}
+    for error in result.errors:
+        if error.index < sent.num_before + sent.num_certain:
+            raise of_operation(error)
+    outcomes = {admission.outcome for admission in result.admissions[: sent.num_certain]}
     outcomes.update(map(Outcome, result.grow.outcomes))
     outcomes.update(map(Outcome, result.cache_outcomes))
     outcomes.update(map(Outcome, result.free_outcomes))
