@@ -152,6 +152,16 @@ class CacheService:
         return self._node.call("Step", self._step, request)
 
     def _step(self, session: Session, request: pb.StepRequest) -> pb.StepResponse:
+        context: types_pb2.CallContext = request.context
+        op_seq = context.op_seq if context.HasField("op_seq") else None
+        if _is_empty(request):
+            # It says which steps have ended, and asks how many blocks are free.
+            self._depot.resets.settle()
+            return pb.StepResponse(
+                op_seq=op_seq,
+                epoch=self._epoch,
+                free_blocks=self._depot.pool.num_free_blocks(session.view),
+            )
         limit = self._step_operations_max
         # What the runs do not count is refused later, but must be few to get there.
         num_operations = max(len(request.runs), _num_rows(request))
@@ -164,8 +174,6 @@ class CacheService:
                 field="runs",
             )
         result = self._depot.step(session, convert.step(request))
-        context: types_pb2.CallContext = request.context
-        op_seq = context.op_seq if context.HasField("op_seq") else None
         return convert.step_response(result, op_seq=op_seq, epoch=self._epoch)
 
     async def _step_stream(self, _: object, context: Context) -> None:
@@ -186,11 +194,19 @@ class CacheService:
     async def _answer_all(
         self, context: Context, counts: RpcCounts, task: asyncio.Task[None]
     ) -> None:
-        unread = self._rpcs.unread
-        while True:
-            raw = await self._read(context, task)
-            if raw is None:
-                return
+        unread, reading, read = self._rpcs.unread, self._reading, context.read
+        while not self._node.draining_streams:
+            reading.add(task)
+            try:
+                raw = await read()
+            except asyncio.CancelledError:
+                if not self._node.draining_streams:
+                    raise
+                break
+            finally:
+                reading.discard(task)
+            if not isinstance(raw, bytes):
+                return  # that was the last
             began = perf_counter()
             try:
                 unread.require_room(context)
@@ -208,19 +224,6 @@ class CacheService:
             finally:
                 if release is not None:
                     release(None)
-
-    async def _read(self, context: Context, task: asyncio.Task[None]) -> bytes | None:
-        """The next request, None after the last. Ends the stream when the server stops."""
-        if not self._node.draining_streams:
-            self._reading.add(task)
-            try:
-                raw = await context.read()
-                return raw if isinstance(raw, bytes) else None
-            except asyncio.CancelledError:
-                if not self._node.draining_streams:
-                    raise
-            finally:
-                self._reading.discard(task)
         try:
             self._node.require_streams()
         except Unavailable as stopping:
@@ -231,6 +234,20 @@ class CacheService:
         """End every StepStream, each once its current request is answered."""
         for task in list(self._reading):
             task.cancel()
+
+
+def _is_empty(request: pb.StepRequest) -> bool:
+    """Whether it holds no operation, and nothing that could be wrong."""
+    has = request.HasField
+    return not (
+        request.runs
+        or request.admissions
+        or has("grow")
+        or has("cache")
+        or has("free")
+        or request.on_no_fit > pb.ON_NO_FIT_CONTINUE
+        or request.on_no_fit < 0
+    )
 
 
 def _num_rows(request: pb.StepRequest) -> int:
