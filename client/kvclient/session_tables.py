@@ -24,6 +24,8 @@ class SessionTables:
         self._zeroes = [
             group.kind in _ZEROED_KINDS and group.spec.rswa_window is None for group in groups
         ]
+        # Spare blocks of states may come again, further right.
+        self._is_appended = [group.spec.mamba_cache_mode != "align" for group in groups]
         self._references: list[dict[int, int]] = [{} for _ in groups]
         self._new_block_ids: list[list[int]] = [[] for _ in groups]
 
@@ -48,13 +50,21 @@ class SessionTables:
         tables.grow(new_blocks)
         for group, blocks in enumerate(new_blocks):
             if blocks:
-                self.note_grown(group, blocks)
+                self._note_grown(group, blocks)
 
-    def note_grown(self, group: int, blocks: list[int]) -> None:
-        """As ``grow``, of one group, for who puts the blocks into the table himself."""
-        self._refer_in(group, blocks, 1)
+    def extend(self, tables: RequestTables, group: int, blocks: list[int]) -> None:
+        """As ``grow``, of one group, to whose tables nothing but new blocks comes."""
+        assert self._is_appended[group], "blocks move within the tables of this group"
+        tables.blocks[group].extend(blocks)
+        self._note_grown(group, blocks)
+
+    def _note_grown(self, group: int, blocks: list[int]) -> None:
+        if self._shares[group]:
+            references = self._references[group]
+            for block_id in blocks:
+                references[block_id] = references.get(block_id, 0) + 1
         if self._zeroes[group]:
-            self._new_block_ids[group].extend(blocks)
+            self._new_block_ids[group] += blocks
 
     def end(self, tables: RequestTables) -> BlockTables:
         """The request holds no tables any more; its blocks stay referenced until ``drop``."""

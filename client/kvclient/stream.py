@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -64,8 +65,8 @@ class PendingStep:
         connection = flight.sent_on
         if connection is None or connection.is_over:
             return False
-        flights = self._session._sequence.flights
-        return flight in list(flights)[: connection.replies.qsize()]
+        flights, num_here = self._session._sequence.flights, connection.replies.qsize()
+        return num_here > 0 and (flight is flights[0] or flight in list(flights)[:num_here])
 
 
 class StepStream:
@@ -214,24 +215,22 @@ class _Connection:
         self.replies: SimpleQueue[Any] = SimpleQueue()
         self.is_over = False
         self.is_late = False
+        # (message, whether its caller reads the reply); None ends it.
         self._requests: SimpleQueue[Any] = SimpleQueue()
-        self._call = open_stream(iter(self._requests.get, None))
-        self._deadline: float | None = None
         # Replies that the reader has or will have, and its orders; None ends it.
         self._num_read_ahead = 0
         self._orders: SimpleQueue[Any] = SimpleQueue()
         self._reader: threading.Thread | None = None
+        self._deadline: float | None = None
+        self._call = open_stream(_messages(self._requests, self._orders))
 
     def put(self, request: Any, *, is_awaited: bool) -> None:
         """Sends one message. Unless ``is_awaited``, its reply is read as it comes."""
-        self._requests.put(request)
-        if is_awaited:
-            return
-        if self._reader is None:
-            self._reader = threading.Thread(target=self._read, name="kvdepot-steps", daemon=True)
-            self._reader.start()
-        self._num_read_ahead += 1
-        self._orders.put(True)
+        if not is_awaited:
+            if self._reader is None:
+                self._begin_to_read()
+            self._num_read_ahead += 1
+        self._requests.put((request, is_awaited))
 
     def receive(self, timeout_s: float) -> Any:
         """The next reply. When it is late: Empty, or what ``cancel_if_late`` left."""
@@ -272,9 +271,27 @@ class _Connection:
             self.is_over = True
             return error
 
+    def _begin_to_read(self) -> None:
+        self._reader = threading.Thread(target=self._read, name="kvdepot-steps", daemon=True)
+        self._reader.start()
+        # A stream that ends takes no more messages, and so gives no more orders.
+        if not self._call.add_callback(lambda: self._orders.put(True)):
+            self._orders.put(True)
+
     def _read(self) -> None:
         while self._orders.get() is not None:
             self.replies.put(_read(self._next()))
+
+
+def _messages(requests: SimpleQueue[Any], orders: SimpleQueue[Any]) -> Iterator[Any]:
+    """What is to be sent, in the thread that sends it: it wakes the reader, so that who sends
+    a message wakes one thread, not two.
+    """
+    while (item := requests.get()) is not None:
+        request, is_awaited = item
+        if not is_awaited:
+            orders.put(True)
+        yield request
 
 
 def _read(reply: Any) -> Any:

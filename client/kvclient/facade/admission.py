@@ -1,4 +1,4 @@
-"""Admissions: slots for requests that do not run yet, and for whatever growth cannot ask."""
+"""Lookups and admissions of requests that do not run yet, and whatever growth cannot ask."""
 
 from __future__ import annotations
 
@@ -8,43 +8,92 @@ from typing import Any
 
 from kvclient.facade.growth import LazyGrowth
 from kvclient.facade.known import KnownRequest
+from kvclient.facade.offers import Offers
 from kvclient.facade.outbox import Outbox
+from kvclient.session import Session
 from kvclient.session_tables import SessionTables
 from kvclient.values import (
     BlockTables,
     Content,
     FreeMode,
+    Hit,
     Outcome,
-    PoolDescription,
     SlotRequest,
     SlotResult,
+    StepMark,
 )
 
 
 class Admissions:
-    """AllocateSlots as it is asked for, and the tables that begin with its answer.
+    """What was offered, or else is asked for; and the tables that begin with it.
 
     ``content`` gives what the server does not have of a request's tokens.
     """
 
     def __init__(
         self,
-        pool: PoolDescription,
+        session: Session,
         tables: SessionTables,
         outbox: Outbox,
         known: dict[str, KnownRequest],
         growth: LazyGrowth | None,
+        offers: Offers | None,
+        *,
         content: Callable[[Any], Content | None],
+        mark: Callable[[], StepMark | None],
     ) -> None:
-        self._sizes = pool.table_block_sizes
+        self._session = session
+        self._sizes = session.pool.table_block_sizes
         self._tables = tables
         self._outbox = outbox
         self._known = known
         self._growth = growth
+        self._offers = offers
         self._content = content
+        self._mark = mark
 
-    def ask(self, request: Any, slots: SlotRequest) -> BlockTables | None:
-        """Slots, waited for; the blocks that are new in the request's tables, None for none."""
+    def look_up(self, request: Any, num_scheduled: int) -> Hit:
+        """The longest cached prefix; ``num_scheduled`` tokens are in the step so far."""
+        request_id = request.request_id
+        if self._offers is not None:
+            offered = self._offers.look_up(
+                request, num_running=self._tables.num_requests, num_scheduled=num_scheduled
+            )
+            if offered is not None:
+                num_tokens = offered.num_new_computed_tokens
+                return Hit(num_tokens, offered.hit_blocks, offered.handle)
+            self._offers.settle(request_id)
+        self._outbox.flush()
+        hit = self._session.get_computed_blocks(
+            request_id, self._content(request), mark=self._mark()
+        )
+        self._note(request, hit.handle).was_offered = False
+        return hit
+
+    def admit(self, request: Any, slots: SlotRequest, num_scheduled: int) -> BlockTables | None:
+        """The blocks that are new in the request's tables, None if there are no slots for it."""
+        offers = self._offers
+        if offers is None:
+            return self._ask(request, slots)
+        offered = offers.take(request.request_id, slots, num_scheduled)
+        if offered is not None:
+            new_blocks = self._begin(request, self._known[request.request_id], slots, offered)
+        else:
+            offers.settle(request.request_id)
+            new_blocks = self._ask(request, slots)
+        if new_blocks is not None:
+            offers.admitted(request.request_id, num_scheduled + (slots.num_new_tokens or 0))
+        return new_blocks
+
+    def _note(self, request: Any, handle: int) -> KnownRequest:
+        known = self._known.get(request.request_id)
+        if known is None:
+            known = self._known[request.request_id] = KnownRequest(handle)
+        known.num_tokens = request.num_tokens
+        return known
+
+    def _ask(self, request: Any, slots: SlotRequest) -> BlockTables | None:
+        """Waits for the answer."""
         known = self._known.get(request.request_id)
         asked = replace(slots, content=self._content(request))
         if known is not None:
@@ -55,10 +104,7 @@ class Admissions:
         result = self._outbox.exchange(asked).admissions[0]
         if result.outcome is Outcome.NO_BUDGET:
             return None  # the server has not looked at it
-        known = self._known.get(request.request_id)
-        if known is None:
-            known = self._known[request.request_id] = KnownRequest(result.handle)
-        known.num_tokens = request.num_tokens
+        known = self._note(request, result.handle)
         if (
             asked.lookup
             and result.outcome is Outcome.OK
@@ -66,12 +112,12 @@ class Admissions:
         ):
             self._outbox.give_back(result.handle, FreeMode.PREEMPT)
             return None  # the hit has changed
-        return self.begin(request, known, slots, result)
+        return self._begin(request, known, slots, result)
 
-    def begin(
+    def _begin(
         self, request: Any, known: KnownRequest, slots: SlotRequest, result: SlotResult
     ) -> BlockTables | None:
-        """As ``ask``, of an answer that is here."""
+        """Of an answer that is here."""
         num_external = slots.num_external_computed_tokens
         num_computed = slots.num_computed_tokens + slots.num_new_computed_tokens + num_external
         if known.tables is not None:

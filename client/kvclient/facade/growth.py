@@ -43,6 +43,8 @@ class LazyGrowth:
         self._caches = pool.enable_prefix_caching
         # A full block of some group ends only at a multiple of this.
         self._unit = math.gcd(*self._sizes)
+        # Of the only group, if there is but one: then all is simpler.
+        self._size = self._sizes[0] if len(self._sizes) == 1 else 0
         # Drafts beyond this are not asked ahead: never more than one block a group.
         self._ahead_max = min(self._sizes)
         self._tables = tables
@@ -104,17 +106,23 @@ class LazyGrowth:
         known.confirm_end = full + self._unit
         return True
 
-    def answered(self, ask: Ask) -> None:
-        """The server answered: the blocks are the request's, if it still is the same."""
-        known = ask.known
-        if known.life != ask.life:
-            return
-        known.num_asked -= 1
-        if ask.outcome is _OK:
-            known.hold(ask.new_blocks)
+    def answered(self, asks: list[Ask]) -> None:
+        """The server answered: the blocks are the requests', if they still are the same."""
+        for ask in asks:
+            known = ask.known
+            if known.life != ask.life:
+                continue
+            known.num_asked -= 1
+            if ask.outcome is not _OK:
+                self._refused(ask)
+                continue
+            for held, new in zip(known.reserve, ask.new_blocks, strict=True):
+                held += new
             if ask.end > known.held_end:
                 known.held_end = ask.end
-            return
+
+    def _refused(self, ask: Ask) -> None:
+        known = ask.known
         if known.num_asked == 0:
             known.asked_end = known.held_end
         # It is asked again when it is needed, and then waited for.
@@ -129,17 +137,24 @@ class LazyGrowth:
         """From the reserve into the tables, as far as ``end`` tokens need it."""
         tables = known.tables
         assert tables is not None
+        if size := self._size:
+            table, reserve = tables.blocks[0], known.reserve[0]
+            missing = -(-end // size) - len(table)
+            given = [reserve.pop(0)] if missing == 1 else reserve[:missing]
+            if missing > 1:
+                del reserve[:missing]
+            self._tables.extend(tables, 0, given)
+            known.table_end = self._unless_last(len(table) * size)
+            return (given,)
         new_blocks, table_end = [], NEVER
         for group, (table, size) in enumerate(zip(tables.blocks, self._sizes, strict=True)):
             missing = -(-end // size) - len(table)
-            given: list[int] = []
+            given = []
             if missing > 0:
                 reserve = known.reserve[group]
                 given = reserve[:missing]
                 del reserve[:missing]
-                # Nothing but new blocks comes to a table whose blocks follow from tokens.
-                table += given
-                self._tables.note_grown(group, given)
+                self._tables.extend(tables, group, given)
             new_blocks.append(given)
             if len(table) * size < table_end:
                 table_end = len(table) * size
@@ -158,7 +173,9 @@ class LazyGrowth:
             num_ahead = num_new if num_new <= self._ahead_max else 1
         if registrable >= known.register_end or end + num_ahead + lookahead > known.asked_end:
             registers = registrable >= known.register_end
-            num_asked = min(num_new + num_ahead, self._max_model_len - num_computed)
+            num_asked = num_new + num_ahead
+            if num_asked > self._max_model_len - num_computed:
+                num_asked = self._max_model_len - num_computed
             if registers or num_asked > num_new:
                 ask = self._ask(request, known, num_computed, num_asked, lookahead)
                 ask.is_ahead = num_asked > num_new
@@ -193,9 +210,13 @@ class LazyGrowth:
         if registrable >= known.register_end:
             known.register_end = (registrable // self._unit + 1) * self._unit
         end += lookahead
-        ask.end = self._unless_last(min([-(-end // size) * size for size in self._sizes]))
-        if ask.end > known.asked_end:
-            known.asked_end = ask.end
+        if size := self._size:
+            end = -(-end // size) * size
+        else:
+            end = min([-(-end // size) * size for size in self._sizes])
+        ask.end = end = self._unless_last(end)
+        if end > known.asked_end:
+            known.asked_end = end
         known.num_asked += 1
         return ask
 

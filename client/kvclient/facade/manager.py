@@ -97,6 +97,8 @@ class KVCacheManager(Books):
         self._stream = session.step_stream()
         self._steps_in_flight = steps_in_flight
         self._step = 1
+        # Tokens of the present step so far.
+        self._num_scheduled = 0
         self._detached: dict[int, BlockTables] = {}
         # Handles and tables of what was popped and whose ticket is not heard of yet.
         self._popped: dict[str, list[tuple[int, BlockTables]]] = {}
@@ -120,7 +122,14 @@ class KVCacheManager(Books):
                 max_num_seqs=max_num_seqs,
             )
         self._admissions = Admissions(
-            session.pool, self._tables, self._outbox, self._known, self._growth, self._content
+            session,
+            self._tables,
+            self._outbox,
+            self._known,
+            self._growth,
+            self._offers,
+            content=self._content,
+            mark=self._mark,
         )
 
     def close(self) -> None:
@@ -138,8 +147,7 @@ class KVCacheManager(Books):
         """The next scheduler step begins. What the one before asked ahead is sent by now."""
         self._outbox.flush()
         self._outbox.collect()
-        if self._offers is not None:
-            self._offers.num_scheduled = 0
+        self._num_scheduled = 0
         self._step += 1
 
     def flush(self) -> None:
@@ -161,11 +169,13 @@ class KVCacheManager(Books):
 
     def get_computed_blocks(self, request: Any) -> tuple[KVCacheBlocks, int]:
         """The longest cached prefix, at most ``num_tokens - 1``. Takes no reference."""
-        blocks, num_tokens = self._look_up(request)
+        hit = self._admissions.look_up(request, self._num_scheduled)
+        self.coordinator.num_uncached_common_prefix_tokens = hit.num_uncached_common_prefix_tokens
+        num_tokens = hit.num_computed_tokens
         stats = self.prefix_cache_stats
         if stats is not None and self.enable_caching and not request.skip_reading_prefix_cache:
             stats.record(request.num_tokens, num_tokens, request.num_preemptions > 0)
-        return self._blocks(blocks), num_tokens
+        return self._blocks(hit.blocks), num_tokens
 
     def allocate_slots(
         self,
@@ -187,39 +197,44 @@ class KVCacheManager(Books):
         None as well when the hit has changed meanwhile, or a reset waits for what runs.
         """
         known = self._known.get(request.request_id)
-        if known is None or not (
-            known.running
-            and not num_external_computed_tokens
-            and not delay_cache_blocks
-            and not full_sequence_must_fit
-            and not reserved_blocks
-            and not num_encoder_tokens
+        if known is not None and not (
+            num_external_computed_tokens
+            or delay_cache_blocks
+            or full_sequence_must_fit
+            or reserved_blocks
+            or num_encoder_tokens
         ):
-            slots = SlotRequest(
-                request.request_id,
-                num_computed_tokens=request.num_computed_tokens,
-                num_new_tokens=num_new_tokens,
-                num_new_computed_tokens=num_new_computed_tokens if new_computed_blocks else 0,
-                num_lookahead_tokens=num_lookahead_tokens,
-                num_external_computed_tokens=num_external_computed_tokens,
-                delay_cache_blocks=delay_cache_blocks,
-                full_sequence_must_fit=full_sequence_must_fit,
-                reserved_blocks=reserved_blocks,
-                has_scheduled_reqs=has_scheduled_reqs,
-                num_encoder_tokens=num_encoder_tokens,
-            )
-            return self._admit(request, known, slots)
-        if self._offers is not None:
-            self._offers.num_scheduled += num_new_tokens
-        if (
-            request.num_computed_tokens + num_new_tokens < known.quiet_end
-            and num_lookahead_tokens == known.lookahead
-        ):
-            return self.empty_kv_cache_blocks
-        if self._growth is None:
-            return self._grow(request, known, num_new_tokens, num_lookahead_tokens)
-        new_blocks = self._growth.grow(request, known, num_new_tokens, num_lookahead_tokens)
-        return None if new_blocks is None else self._blocks(new_blocks)
+            if (
+                request.num_computed_tokens + num_new_tokens < known.quiet_end
+                and num_lookahead_tokens == known.lookahead
+            ):
+                self._num_scheduled += num_new_tokens
+                return self.empty_kv_cache_blocks
+            if known.running:
+                self._num_scheduled += num_new_tokens
+                growth = self._growth
+                if growth is None:
+                    return self._grow(request, known, num_new_tokens, num_lookahead_tokens)
+                new_blocks = growth.grow(request, known, num_new_tokens, num_lookahead_tokens)
+                return None if new_blocks is None else self._blocks(new_blocks)
+        slots = SlotRequest(
+            request.request_id,
+            num_computed_tokens=request.num_computed_tokens,
+            num_new_tokens=num_new_tokens,
+            num_new_computed_tokens=num_new_computed_tokens if new_computed_blocks else 0,
+            num_lookahead_tokens=num_lookahead_tokens,
+            num_external_computed_tokens=num_external_computed_tokens,
+            delay_cache_blocks=delay_cache_blocks,
+            full_sequence_must_fit=full_sequence_must_fit,
+            reserved_blocks=reserved_blocks,
+            has_scheduled_reqs=has_scheduled_reqs,
+            num_encoder_tokens=num_encoder_tokens,
+        )
+        new_blocks = self._admissions.admit(request, slots, self._num_scheduled)
+        if new_blocks is None:
+            return None
+        self._num_scheduled += num_new_tokens
+        return self._blocks(new_blocks)
 
     def cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
         """Makes the full blocks within ``num_computed_tokens`` hits, as written."""
@@ -355,41 +370,6 @@ class KVCacheManager(Books):
 
     # --- inside -----------------------------------------------------------------------
 
-    def _admit(
-        self, request: Any, known: KnownRequest | None, slots: SlotRequest
-    ) -> KVCacheBlocks | None:
-        offers = self._offers
-        offered = None if offers is None else offers.take(request.request_id, slots)
-        if offered is not None:
-            assert known is not None
-            new_blocks = self._admissions.begin(request, known, slots, offered)
-        else:
-            if offers is not None:
-                offers.settle(request.request_id)
-            new_blocks = self._admissions.ask(request, slots)
-        if new_blocks is None:
-            return None
-        if offers is not None:
-            offers.scheduled(request.request_id, slots.num_new_tokens or 0)
-        return self._blocks(new_blocks)
-
-    def _look_up(self, request: Any) -> tuple[BlockTables, int]:
-        """The hit's blocks, and its tokens."""
-        offered = None
-        if self._offers is not None:
-            offered = self._offers.look_up(request, self._tables.num_requests)
-        if offered is not None:
-            self.coordinator.num_uncached_common_prefix_tokens = 0
-            return offered.hit_blocks, offered.num_new_computed_tokens
-        self._outbox.flush()
-        hit = self.session.get_computed_blocks(
-            request.request_id, self._content(request), mark=self._mark()
-        )
-        self._sent(request, hit.handle)
-        self._known[request.request_id].was_offered = False
-        self.coordinator.num_uncached_common_prefix_tokens = hit.num_uncached_common_prefix_tokens
-        return hit.blocks, hit.num_computed_tokens
-
     def _grow(
         self, request: Any, known: KnownRequest, num_new_tokens: int, num_lookahead_tokens: int
     ) -> KVCacheBlocks | None:
@@ -415,11 +395,13 @@ class KVCacheManager(Books):
         self._tables.grow(known.tables, new_blocks)
         return self._blocks(new_blocks)
 
-    def _answered(self, ask: Ask) -> None:
+    def _answered(self, asks: list[Ask]) -> None:
         if self._growth is not None:
-            self._growth.answered(ask)
-        elif ask.outcome is Outcome.OK and ask.life == ask.known.life:
-            ask.known.hold(ask.new_blocks)
+            self._growth.answered(asks)
+            return
+        for ask in asks:
+            if ask.outcome is Outcome.OK and ask.life == ask.known.life:
+                ask.known.hold(ask.new_blocks)
 
     def _unheard(self, result: SlotResult) -> None:
         """Its caller knows nothing of it, and may ask again: it must find all as it was."""

@@ -37,9 +37,8 @@ _MISFITS_MAX, _PAUSE = 4, 64
 class Offers:
     """What a scheduler has before it asks, from what it is expected to ask for.
 
-    ``num_scheduled`` tokens are in the present step so far. The budget of a step is
-    ``max_num_batched_tokens``; without it, what the scheduler was last seen to keep to.
-    ``max_num_seqs`` requests run at most; without it, any number.
+    The token budget of a step is ``max_num_batched_tokens``; without it, what the scheduler was
+    last seen to keep to. ``max_num_seqs`` requests run at most; without it, any number.
     """
 
     def __init__(
@@ -52,7 +51,6 @@ class Offers:
         max_num_batched_tokens: int | None = None,
         max_num_seqs: int | None = None,
     ) -> None:
-        self.num_scheduled = 0
         self._outbox = outbox
         self._known = known
         self._content = content
@@ -103,8 +101,11 @@ class Offers:
 
     # --- offers -----------------------------------------------------------------------
 
-    def look_up(self, request: Any, num_running: int) -> SlotResult | None:
-        """The request's hit, with an offer; None if there is none, and it is to be looked up."""
+    def look_up(self, request: Any, *, num_running: int, num_scheduled: int) -> SlotResult | None:
+        """The request's hit, with an offer; None if there is none, and it is to be looked up.
+
+        ``num_scheduled`` tokens are in the present step so far.
+        """
         offers = self._outbox.offers
         if offers:
             offer = offers[0]
@@ -115,7 +116,7 @@ class Offers:
             return None
         left = None
         if self._budget is not None:
-            left = self._budget - self.num_scheduled
+            left = self._budget - num_scheduled
             if left <= 0:
                 return None
         requests = [request, *self._followers(request, num_running, left)]
@@ -145,14 +146,14 @@ class Offers:
                 self._outbox.give_back(result.handle, FreeMode.PREEMPT)
         return results[0] if offers else None
 
-    def take(self, request_id: str, asked: SlotRequest) -> SlotResult | None:
+    def take(self, request_id: str, asked: SlotRequest, num_scheduled: int) -> SlotResult | None:
         """What was offered, if it is what is asked for; else None, and all offers go back."""
         offers = self._outbox.offers
         if not offers:
             return None
         offer = offers[0]
         if offer.request_id == request_id:
-            self._learn(asked, offer)
+            self._learn(asked, offer, num_scheduled)
             if offer.fits(asked):
                 self._num_misfits = 0
                 self._num_taken += 1
@@ -161,11 +162,10 @@ class Offers:
         self._outbox.withdraw()
         return None
 
-    def scheduled(self, request_id: str, num_new_tokens: int) -> None:
-        """The request was admitted, with so many tokens in this step."""
-        self.num_scheduled += num_new_tokens
+    def admitted(self, request_id: str, num_scheduled: int) -> None:
+        """The request was; with its tokens, so many are in the step."""
         self.forget(request_id)
-        if self._learns_budget and self._budget is not None and self.num_scheduled > self._budget:
+        if self._learns_budget and self._budget is not None and num_scheduled > self._budget:
             self._budget = None
 
     def _may_offer(self, request: Any) -> bool:
@@ -230,7 +230,7 @@ class Offers:
         known.was_offered = True
         known.was_refused = result.outcome is Outcome.NO_FIT
 
-    def _learn(self, asked: SlotRequest, offer: Offer) -> None:
+    def _learn(self, asked: SlotRequest, offer: Offer, num_scheduled: int) -> None:
         """How the scheduler asks, for the next offers."""
         self._lookahead = asked.num_lookahead_tokens
         self._must_fit = asked.full_sequence_must_fit
@@ -239,4 +239,4 @@ class Offers:
         num_new = asked.num_new_tokens or 0
         if self._learns_budget and num_new != offer.result.num_new_tokens:
             num_left = offer.num_tokens - offer.result.num_new_computed_tokens
-            self._budget = None if num_new >= num_left else self.num_scheduled + num_new
+            self._budget = None if num_new >= num_left else num_scheduled + num_new

@@ -14,24 +14,16 @@ class Ask:
     """One request's growth: to ``num_computed`` + ``num_new`` tokens, and the lookahead.
 
     ``tokens`` (as the wire has them) begin at ``offset``. ``outcome`` is None until it is
-    answered.
+    answered. Of an ask ahead, ``num_scheduled`` of the new tokens are of this step, and
+    ``registers`` says whether a block is full with them. ``end`` are the slots that the
+    request then has in every group.
     """
 
-    __slots__ = (
-        "end",
-        "is_ahead",
-        "known",
-        "life",
-        "lookahead",
-        "new_blocks",
-        "num_computed",
-        "num_new",
-        "num_scheduled",
-        "offset",
-        "outcome",
-        "registers",
-        "tokens",
-    )
+    # Set where they are something else: asks are made by the dozen.
+    is_ahead = registers = False
+    end = 0
+    outcome: Outcome | None = None
+    new_blocks: BlockTables = ()
 
     def __init__(
         self,
@@ -49,15 +41,7 @@ class Ask:
         self.lookahead = lookahead
         self.offset = offset
         self.tokens = tokens
-        # Of an ask ahead: how many of the new tokens are of this step, and whether a block
-        # is full with them.
-        self.is_ahead = False
         self.num_scheduled = num_new
-        self.registers = False
-        # Slots that the request then has in every group.
-        self.end = 0
-        self.outcome: Outcome | None = None
-        self.new_blocks: BlockTables = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ class Outbox:
     """Operations for one StepStream.
 
     What is queued goes out in order with whatever is sent next; asks ahead last, so that
-    they take no block from what cannot wait. ``on_answer`` is told of each answered ask,
+    they take no block from what cannot wait. ``on_answer`` is told of a message's answered asks,
     ``on_unheard`` of an admission whose caller has got an error instead of its answer.
     """
 
@@ -48,7 +48,7 @@ class Outbox:
         self,
         stream: StepStream,
         mark: Callable[[], StepMark | None],
-        on_answer: Callable[[Ask], None],
+        on_answer: Callable[[list[Ask]], None],
         on_unheard: Callable[[SlotResult], None],
         *,
         step_operations_max: int,
@@ -330,11 +330,14 @@ class Outbox:
         self._num_admitting -= bool(sent.num_admissions)
         if asks:
             outcomes = result.grow.outcomes
-            columns = [result.grow.new_blocks(group) for group in range(len(result.grow.counts))]
-            for index, ask in enumerate(asks):
-                ask.outcome = Outcome(outcomes[index]) if outcomes else _OK
-                ask.new_blocks = tuple([column[index] for column in columns])
-                self._on_answer(ask)
+            groups = range(len(result.grow.counts))
+            columns = zip(*[result.grow.new_blocks(group) for group in groups], strict=True)
+            for ask, new_blocks in zip(asks, columns, strict=False):
+                ask.outcome, ask.new_blocks = _OK, new_blocks
+            if outcomes:
+                for ask, outcome in zip(asks, outcomes, strict=True):
+                    ask.outcome = Outcome(outcome)
+            self._on_answer(asks)
         for handle, ticket in zip(sent.freed, result.free_tickets, strict=False):
             if ticket:
                 self.tickets[handle] = ticket
