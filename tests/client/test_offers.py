@@ -261,6 +261,33 @@ def test_behind_one_that_is_not_admitted_nobody_reads_it(client: Client) -> None
         session.reset_prefix_cache()
 
 
+def test_the_next_part_of_a_prompt_is_there_when_it_is_needed(client: Client) -> None:
+    """It is asked for while the part before it runs. It is no hit before it was computed."""
+    with client.open_session() as session:
+        facade = KVCacheManager(session, max_num_batched_tokens=12)
+        request = a_request("r", 30)
+        facade.new_step_starts()
+        hit, num_hit = facade.get_computed_blocks(request)
+        blocks = facade.allocate_slots(request, 12, num_hit, hit, has_scheduled_reqs=False)
+        for number, num_blocks in enumerate((3, 3, 2)):
+            assert blocks is not None and len(blocks.get_block_ids()[0]) == num_blocks
+            facade.get_num_common_prefix_blocks("r")
+            facade.settle()
+            # At most the next part's are held, and of the last one a block.
+            assert client.stats().blocks.live == (6, 8, 8)[number]
+            found = session.get_computed_blocks("x", request.all_token_ids, mark=facade._mark())
+            assert found.num_computed_tokens == (12, 24, 28)[number]
+            session.free("x", mark=facade._mark())
+            request.num_computed_tokens += (12, 12, 6)[number]
+            facade.new_step_starts()
+            sent = messages(facade)
+            if number < 2:
+                blocks = facade.allocate_slots(request, (12, 6)[number])
+                assert sent == []
+        end(facade, request)
+        session.reset_prefix_cache()
+
+
 @pytest.mark.parametrize("sends", [False, True])
 def test_a_hinted_request_may_end_before_it_is_looked_up(client: Client, sends: bool) -> None:
     with client.open_session() as session:

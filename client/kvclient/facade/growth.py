@@ -49,6 +49,8 @@ class LazyGrowth:
         self._ahead_max = min(self._sizes)
         self._tables = tables
         self._outbox = outbox
+        # Of a prompt that is computed in parts, the next part is asked ahead, up to this.
+        self.part_max = 0
         self._nothing: BlockTables = tuple([] for _ in self._sizes)
 
     def begin(
@@ -182,6 +184,8 @@ class LazyGrowth:
                 ask.num_scheduled = num_new
                 ask.registers = registers
                 self._outbox.ask_ahead(ask)
+        if end < num_tokens and self.part_max:
+            self._ask_part(request, known, num_computed, num_new, lookahead)
         known.lookahead = lookahead
         quiet_end = known.asked_end - num_ahead
         if quiet_end > known.table_end:
@@ -193,6 +197,17 @@ class LazyGrowth:
         if quiet_end > known.register_end:
             quiet_end = known.register_end
         known.quiet_end = quiet_end
+
+    def _ask_part(
+        self, request: Any, known: KnownRequest, num_computed: int, num_new: int, lookahead: int
+    ) -> None:
+        """Queues slots for the next part of a prompt, as lookahead: nothing of it is a hit."""
+        end = num_computed + num_new
+        lookahead += min(request.num_tokens - end, self.part_max)
+        if end + lookahead > known.asked_end and self._outbox.takes_part(lookahead):
+            ask = self._ask(request, known, num_computed, num_new, lookahead)
+            ask.is_ahead = True
+            self._outbox.ask_part(ask)
 
     def _ask(
         self, request: Any, known: KnownRequest, num_computed: int, num_new: int, lookahead: int

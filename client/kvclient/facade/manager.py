@@ -44,7 +44,8 @@ class KVCacheManager(Books):
     confirmations go with the next message. What then differs from vLLM:
 
     - A running request holds the next step's block, at most one a group, from the end of
-      the step before on. So blocks are taken in another order, and in a short pool
+      the step before on; one whose prompt is computed in parts, the next part's, at most the
+      token budget's. So blocks are taken in another order, and in a short pool
       somebody may be preempted, or admitted, a step sooner or later.
     - Blocks that leave an attention window are free when their request is next heard of:
       at most one block a group later.
@@ -148,6 +149,8 @@ class KVCacheManager(Books):
         self._outbox.flush()
         self._outbox.collect()
         self._num_scheduled = 0
+        if self._growth is not None and self._offers is not None:
+            self._growth.part_max = self._offers.budget or 0
         self._step += 1
 
     def flush(self) -> None:

@@ -55,7 +55,8 @@ class Offers:
         self._known = known
         self._content = content
         self._blocks_a_token = sum(1 / size for size in pool.table_block_sizes)
-        self._budget = max_num_batched_tokens
+        # None: not known (yet).
+        self.budget = max_num_batched_tokens
         self._learns_budget = max_num_batched_tokens is None
         self._max_num_seqs = max_num_seqs
         # By request id, in the order in which they are expected to be admitted.
@@ -115,8 +116,8 @@ class Offers:
         if not self._may_offer(request) or request.num_computed_tokens or self._pauses():
             return None
         left = None
-        if self._budget is not None:
-            left = self._budget - num_scheduled
+        if self.budget is not None:
+            left = self.budget - num_scheduled
             if left <= 0:
                 return None
         requests = [request, *self._followers(request, num_running, left)]
@@ -165,8 +166,8 @@ class Offers:
     def admitted(self, request_id: str, num_scheduled: int) -> None:
         """The request was; with its tokens, so many are in the step."""
         self.forget(request_id)
-        if self._learns_budget and self._budget is not None and num_scheduled > self._budget:
-            self._budget = None
+        if self._learns_budget and self.budget is not None and num_scheduled > self.budget:
+            self.budget = None
 
     def _may_offer(self, request: Any) -> bool:
         known = self._known.get(request.request_id)
@@ -182,10 +183,10 @@ class Offers:
 
     def _followers(self, first: Any, num_running: int, left: int | None) -> list[Any]:
         """Requests that are expected to be admitted behind ``first`` in this step."""
-        if self._num_taken < self._num_followers:
-            self._followers_max = max(0, self._num_taken)
-        elif self._num_taken >= 0:
+        if self._num_taken >= self._num_followers:
             self._followers_max = min(OFFERS_MAX, 2 * self._followers_max + 1)
+        elif self._num_followers:
+            self._followers_max = max(0, self._num_taken)
         num_max = min(self._followers_max, self._outbox.operations_max - 1)
         if self._max_num_seqs is not None:
             num_max = min(num_max, self._max_num_seqs - num_running - 1)
@@ -239,4 +240,4 @@ class Offers:
         num_new = asked.num_new_tokens or 0
         if self._learns_budget and num_new != offer.result.num_new_tokens:
             num_left = offer.num_tokens - offer.result.num_new_computed_tokens
-            self._budget = None if num_new >= num_left else num_scheduled + num_new
+            self.budget = None if num_new >= num_left else num_scheduled + num_new

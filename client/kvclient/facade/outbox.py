@@ -63,6 +63,8 @@ class Outbox:
         # Of the asks among them: a Step has one.
         self._lookahead: int | None = None
         self._ahead: list[Ask] = []
+        # Asks for the next parts of prompts: in a message of their own, behind all others.
+        self._parts: list[Ask] = []
         # Admitted, and not taken yet: they go back in front of the next message.
         self.offers: deque[Offer] = deque()
         # They go with messages that nobody waits for.
@@ -80,7 +82,7 @@ class Outbox:
         self.num_free_blocks: int | None = None
 
     def __len__(self) -> int:
-        return len(self._queue) + len(self._ahead) + len(self.offers)
+        return len(self._queue) + len(self._ahead) + len(self._parts) + len(self.offers)
 
     def cache(self, known: KnownRequest, num_computed_tokens: int) -> None:
         """The bytes of so many tokens are written."""
@@ -88,11 +90,12 @@ class Outbox:
 
     def free(self, known: KnownRequest, mode: FreeMode) -> None:
         """The request ends, is preempted, or detached. What it asked ahead is not asked."""
-        if self._ahead:
-            for ask in self._ahead:
+        if self._ahead or self._parts:
+            for ask in (*self._ahead, *self._parts):
                 if ask.known is known:
                     known.num_tokens = min(known.num_tokens, ask.offset)
             self._ahead = [ask for ask in self._ahead if ask.known is not known]
+            self._parts = [ask for ask in self._parts if ask.known is not known]
         self._add(OperationKind.FREE, known.handle, mode)
 
     def give_back(self, handle: int, mode: FreeMode) -> None:
@@ -129,9 +132,18 @@ class Outbox:
             self.flush()  # a Step has one lookahead
         self._ahead.append(ask)
 
+    def takes_part(self, lookahead: int) -> bool:
+        """Whether ``ask_part`` takes one with this lookahead, which its message has one of."""
+        parts = self._parts
+        return not parts or (parts[0].lookahead == lookahead and len(parts) < self.operations_max)
+
+    def ask_part(self, ask: Ask) -> None:
+        """Growth for the next part of a prompt: it is sent behind everything else."""
+        self._parts.append(ask)
+
     def has_ahead(self, known: KnownRequest) -> bool:
         """Whether an ask of this request waits to be sent."""
-        return any(ask.known is known for ask in self._ahead)
+        return any(ask.known is known for ask in (*self._ahead, *self._parts))
 
     def _add(self, kind: OperationKind, subject: object, argument: int) -> None:
         if len(self) >= self.operations_max:
@@ -144,6 +156,9 @@ class Outbox:
         """Sends what is queued, if anything is; its answer is read later."""
         self._hear()
         if self._queue or self._ahead or self.offers:
+            self._send(with_ahead=True)
+        if self._parts:
+            self._ahead, self._parts = self._parts, []
             self._send(with_ahead=True)
 
     def exchange(
