@@ -133,7 +133,6 @@ class Offers:
             for number, one in enumerate(requests)
         ]
         results = self._outbox.exchange(*slots, token_budget=left, are_offers=True).admissions
-        self._num_followers, self._num_taken = len(requests) - 1, -1
         num_tokens = sum([one.num_tokens for one in requests])
         num_hit = sum([result.num_new_computed_tokens for result in results])
         self._hit_share += (num_hit / num_tokens - self._hit_share) / 4
@@ -145,6 +144,7 @@ class Offers:
                 offers.append(Offer(one.request_id, one.num_tokens, asked, result))
             elif result.outcome is Outcome.OK:
                 self._outbox.give_back(result.handle, FreeMode.PREEMPT)
+        self._num_followers, self._num_taken = max(0, len(offers) - 1), -1
         return results[0] if offers else None
 
     def take(self, request_id: str, asked: SlotRequest, num_scheduled: int) -> SlotResult | None:
@@ -194,8 +194,11 @@ class Offers:
         if left is None or num_free is None or num_max <= 0:
             return []
         # In a short pool one is refused soon, and those behind it go back.
+        left = min(left, int(num_free / self._blocks_a_token / 2))
+        # Rather one too many, which finds the budget spent, than a message more.
+        left += left // 8
         share = 1 - self._hit_share
-        left = min(left, int(num_free / self._blocks_a_token / 2)) - int(first.num_tokens * share)
+        left -= int(first.num_tokens * share)
         followers: list[Any] = []
         for request_id, introduction in self._hints.items():
             request = introduction.request
