@@ -11,7 +11,7 @@ import sys
 from kvclient.aio import Client
 from kvclient.errors import DeadlineExceeded
 from kvclient.values import Content, OperationKind, SlotRequest, Step
-from wire import Wire
+from wire import Wire, impatient
 
 
 def admit(request_id: str, num_tokens: int) -> Step:
@@ -25,7 +25,7 @@ async def until_live(client: Client, num_blocks: int) -> None:
 
 
 async def story(target: str, wire: Wire) -> None:
-    async with Client(target) as near, Client(wire.target, timeout_s=2) as far:
+    async with Client(target) as near, Client(wire.target, timeout_s=20) as far:
         session = await far.open_session()
         stream = session.step_stream()
         await stream.call(admit("a", 4))
@@ -51,12 +51,13 @@ async def story(target: str, wire: Wire) -> None:
         for late in (stream.call, session.step):
             await session.free("z")
             wire.losing = True
-            try:
-                await late(admit(f"d{late.__name__}", 4))
-            except DeadlineExceeded:
-                wire.cut()
-            else:
-                raise AssertionError("it was not late")
+            with impatient(far, stream):
+                try:
+                    await late(admit(f"d{late.__name__}", 4))
+                except DeadlineExceeded:
+                    wire.cut()
+                else:
+                    raise AssertionError("it was not late")
         settled = await session.settle()
         assert settled.admissions[0].num_new_computed_tokens == 0
         assert await session.close() == 4
@@ -65,5 +66,5 @@ async def story(target: str, wire: Wire) -> None:
 
 if __name__ == "__main__":
     relay = Wire(sys.argv[1])
-    asyncio.run(asyncio.wait_for(story(sys.argv[1], relay), 50))
+    asyncio.run(asyncio.wait_for(story(sys.argv[1], relay), 140))
     relay.close()

@@ -15,7 +15,7 @@ import pytest
 from kvclient.aio import Client
 from kvclient.errors import CacheLost
 
-TTL_S = 1.0
+TTL_S = 4.0
 
 
 def keepers() -> int:
@@ -32,7 +32,7 @@ async def story(target: str) -> None:
     async with Client(target) as client:
         sessions = [await client.open_session(lease_ttl_s=TTL_S) for _ in range(3)]
         assert keepers() == 1
-        await asyncio.sleep(2 * TTL_S)
+        await asyncio.sleep(1.25 * TTL_S)
         for session in sessions:
             assert session.lost is None
             await session.get_computed_blocks("a", [1, 2, 3])
@@ -45,12 +45,13 @@ async def story(target: str) -> None:
         await sessions.pop().close()
         (session,) = sessions
         while session.lost is None:
-            time.sleep(2 * TTL_S)
+            time.sleep(1.25 * TTL_S)
             await asyncio.sleep(0.3)
         assert keepers() == 0
         with pytest.raises(CacheLost) as lost:
             await session.free("a")
-        assert lost.value.reason == "SESSION_EXPIRED"
+        # Or it heard nothing, and knows by its own clock.
+        assert lost.value.reason in ("SESSION_EXPIRED", "LEASE_EXPIRED")
         assert await session.close() == 0
         async with await session.reopen() as again:
             assert not (await again.free("a")).known
@@ -59,4 +60,4 @@ async def story(target: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(asyncio.wait_for(story(sys.argv[1]), 50), debug=True)
+    asyncio.run(asyncio.wait_for(story(sys.argv[1]), 140), debug=True)

@@ -112,15 +112,16 @@ async def one_more(stream: Any) -> Any:
 
 async def main(flavour: str, target: str, wire: Wire) -> None:
     make = kvclient.Client if flavour == "sync" else kvclient.aio.Client
-    near, far = make(target), make(wire.target, timeout_s=20)
+    # Whoever waited for an answer that does not come would wait for 100 s.
+    near, far = make(target), make(wire.target, timeout_s=200)
     began = time.monotonic()
     await story(near, far, wire)
-    assert time.monotonic() - began < 40
+    assert time.monotonic() - began < 100
     await of(far.close())
     await of(near.close())
 
 
 if __name__ == "__main__":
     relay = Wire(sys.argv[2])
-    asyncio.run(asyncio.wait_for(main(sys.argv[1], sys.argv[2], relay), 50))
+    asyncio.run(asyncio.wait_for(main(sys.argv[1], sys.argv[2], relay), 140))
     relay.close()

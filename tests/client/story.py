@@ -154,7 +154,7 @@ async def operators(client: Any, session: Any) -> None:
     await of(session.get_computed_blocks("d", PROMPT))
     worker = await of(client.attach_worker(session.session_id, session.epoch, "worker"))
     tell("attached", await raised(worker.check))
-    hasty = await of(client.open_session("hasty", lease_ttl_s=0.5))
+    hasty = await of(client.open_session("hasty", lease_ttl_s=25))
     sessions = await of(client.list_sessions())
     tell("listed", [[s.name, s.state.name, s.num_requests, s.num_workers] for s in sessions])
     workers = [(await of(client.stats())).num_workers]

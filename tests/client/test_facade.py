@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -22,6 +21,7 @@ from kvcore.manager import KVCacheManager
 from kvcore.request import Request, RequestStatus
 from kvcore.spec import DepotConfig, KVCacheConfig
 from kvserver.groups import parse_groups
+from test_keeping import TTL_S, until
 
 BLOCK_SIZE, NUM_BLOCKS, WATERMARK, MAX_MODEL_LEN = 4, 33, 0.1, 96
 
@@ -425,8 +425,7 @@ def test_resets_that_wait_and_that_do_not(client: Client) -> None:
         # Another session's reset waits: what runs goes on, nothing is admitted.
         with ThreadPoolExecutor() as threads:
             drained = threads.submit(other.reset_prefix_cache, "drain", timeout_s=20)
-            while not client.stats().reset_pending:
-                time.sleep(0.01)
+            until(lambda: client.stats().reset_pending)
             runs.all_token_ids.append(9)
             runs.num_tokens, runs.num_computed_tokens = 9, 8
             assert facade.allocate_slots(runs, 1) is not None
@@ -443,13 +442,12 @@ def test_resets_that_wait_and_that_do_not(client: Client) -> None:
 
 
 def test_the_sessions_end_passes_through(client: Client) -> None:
-    session = client.open_session(lease_ttl_s=0.1)
+    session = client.open_session(lease_ttl_s=TTL_S)
     facade = Facade(session)
     request = request_of("a", [1, 2, 3])
     facade.get_computed_blocks(request)
     client._keeper.remove(session)  # as when the scheduler stands still
-    while client.stats().num_sessions:
-        time.sleep(0.01)
+    until(lambda: not client.stats().num_sessions)
     with pytest.raises(CacheLost):
         facade.allocate_slots(request, 3)
     facade.close()

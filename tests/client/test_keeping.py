@@ -16,15 +16,17 @@ from typing import Any
 
 import pytest
 
-from kvclient import CacheLost, Client
+from kvclient import CacheLost, Client, Session
 from kvclient.errors import BlocksInUse, FailedPrecondition, KVDepotError, Unavailable
 from kvclient.pool import map_pool
 from kvclient.values import Content, OperationKind, SlotRequest, Step
 
-TTL_S = 1.0
+TTL_S = 4.0
+"""Of a lease that is renewed after a third of it, or not at all: a machine that stands still for
+two seconds loses none."""
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Waits for what must come."""
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -65,10 +67,10 @@ def test_a_scheduler_that_is_busy_or_idle_keeps_its_sessions(client: Client) -> 
     for session in sessions:
         session.step(admit("a", *range(8)))
     assert keepers() == ["kvdepot-leases"]
-    busy_until = time.monotonic() + 2 * TTL_S
+    busy_until = time.monotonic() + 1.25 * TTL_S
     while time.monotonic() < busy_until:
         sum(range(1000))
-    time.sleep(1.5 * TTL_S)
+    time.sleep(1.25 * TTL_S)
     for session in sessions:
         assert session.lost is None
         assert session.free("a").known
@@ -110,14 +112,14 @@ def test_closing_the_client_ends_the_thread(server: Any) -> None:
 def test_an_unclosed_client_keeps_no_process_alive(server: Any) -> None:
     code = (
         "import sys; from kvclient import Client; "
-        "client = Client(sys.argv[1]); session = client.open_session(lease_ttl_s=0.3); "
+        "client = Client(sys.argv[1]); session = client.open_session(lease_ttl_s=3); "
         "client.attach_worker(session.session_id); session.step_stream(); print('end')"
     )
     run = subprocess.run(
         [sys.executable, "-W", "error", "-X", "dev", "-c", code, server.target],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
     assert (run.returncode, run.stdout, run.stderr) == (0, "end\n", "")
@@ -151,7 +153,7 @@ def test_a_lost_session_says_so_without_asking_and_is_opened_anew(serve: Any) ->
                 began = time.monotonic()
                 with pytest.raises(CacheLost) as again:
                     call()
-                assert time.monotonic() - began < 1.0
+                assert time.monotonic() - began < 8.0  # asking takes 20 s
                 assert again.value.current_epoch == second.epoch
             assert session.close() == 0
 
@@ -180,12 +182,14 @@ def test_a_server_that_cannot_be_reached_ends_a_session_when_the_lease_must_be_g
     server = serve()
     with server.client() as client:
         sessions = [client.open_session(lease_ttl_s=TTL_S) for _ in range(2)]
-        began = time.monotonic()
         server.stop()
-        time.sleep(TTL_S / 2)
-        assert all(session.lost is None for session in sessions)
-        until(lambda: all(session.lost is not None for session in sessions))
-        assert time.monotonic() - began < 10 * TTL_S
+
+        def is_lost(session: Session) -> bool:
+            lost = session.lost is not None
+            assert not lost or session._lease.ends_at <= time.monotonic()
+            return lost
+
+        until(lambda: all(is_lost(session) for session in sessions))
         for session in sessions:
             with pytest.raises(CacheLost) as caught:
                 session.free("a")
@@ -196,9 +200,9 @@ def test_a_server_that_cannot_be_reached_ends_a_session_when_the_lease_must_be_g
 
 
 def test_a_short_outage_is_survived(wire: Any, client: Client) -> None:
-    with Client(wire.target, timeout_s=20) as far, far.open_session(lease_ttl_s=2) as session:
+    with Client(wire.target, timeout_s=20) as far, far.open_session(lease_ttl_s=TTL_S) as session:
         session.step(admit("a", 1))
-        for _ in range(4):
+        for _ in range(10):  # for longer than the lease
             wire.cut()
             time.sleep(0.5)
         assert session.lost is None
@@ -227,11 +231,11 @@ def test_an_answer_that_is_late_is_asked_for_again(
     client: Client, wire: Any, by_stream: bool
 ) -> None:
     """Nothing breaks, answers just do not come: the call is sent again and done once."""
-    with Client(wire.target, timeout_s=3) as far, far.open_session() as session:
+    with Client(wire.target, timeout_s=10) as far, far.open_session() as session:
         session.free("z")
         wire.losing = True
-        # The connection that loses is dropped between the first try and the second.
-        timer = threading.Timer(2.0, wire.cut)
+        # The connection that loses is dropped after the first try, during the second.
+        timer = threading.Timer(6.0, wire.cut)
         timer.start()
         step = admit("a", *range(8))
         reply = session.step_stream().call(step) if by_stream else session.step(step)
@@ -303,7 +307,7 @@ def test_the_asyncio_client_keeps_its_sessions_too(serve: Any) -> None:
         [sys.executable, Path(__file__).with_name("keeping_story.py"), serve().target],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
     assert run.returncode == 0, run.stdout + run.stderr

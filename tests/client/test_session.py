@@ -31,7 +31,7 @@ from kvclient.errors import (
 from kvclient.sequence import Sequence
 from kvclient.values import Content, Free, OperationKind, SlotRequest, Step
 from kvdepot.v1 import cache_pb2
-from wire import Wire
+from wire import Wire, impatient
 
 
 def admit(request_id: str, *tokens: int) -> Step:
@@ -137,7 +137,7 @@ def test_the_asyncio_client_on_a_wire_that_breaks(serve: Any) -> None:
         [sys.executable, Path(__file__).with_name("broken_wire.py"), serve().target],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
     assert run.returncode == 0, run.stdout + run.stderr
@@ -154,20 +154,22 @@ def test_a_unary_call_whose_answer_is_lost_is_done_once(client: Client, wire: An
 
 
 def test_a_call_that_is_late_is_settled_by_the_next(client: Client, wire: Any) -> None:
-    with Client(wire.target, timeout_s=1) as far, far.open_session() as session:
+    with Client(wire.target, timeout_s=20) as far, far.open_session() as session:
+        stream = session.step_stream()
         for late in (
             lambda: session.allocate_slots(SlotRequest("a", Content(range(4)), lookup=True)),
             lambda: session.step(admit("b", *range(8))),
-            lambda: session.step_stream().call(admit("c", 1)),
+            lambda: stream.call(admit("c", 1)),
         ):
             session.free("z")
             wire.losing = True
-            with pytest.raises(DeadlineExceeded) as caught:
-                late()
-            assert caught.value.reason == "DEADLINE_EXCEEDED"
-            with pytest.raises(Unavailable) as not_begun:
-                session.allocate_slots(SlotRequest("n", Content([1]), lookup=True))
-            assert not_begun.value.reason == "UNSETTLED"
+            with impatient(far, stream):
+                with pytest.raises(DeadlineExceeded) as caught:
+                    late()
+                assert caught.value.reason == "DEADLINE_EXCEEDED"
+                with pytest.raises(Unavailable) as not_begun:
+                    session.allocate_slots(SlotRequest("n", Content([1]), lookup=True))
+                assert not_begun.value.reason == "UNSETTLED"
             wire.cut()
         settled = session.settle()
         assert len(settled.admissions[0].new_blocks[0]) == 1

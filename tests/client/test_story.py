@@ -23,7 +23,7 @@ def told(serve: Any) -> dict[str, list[dict[str, Any]]]:
             [sys.executable, Path(__file__).with_name("story.py"), flavour, serve().target],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=150,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
         assert run.returncode == 0, run.stdout + run.stderr

@@ -20,7 +20,7 @@ def test_steps_in_flight(serve: Any, flavour: str) -> None:
         [sys.executable, Path(__file__).with_name("pipelining.py"), flavour, serve().target],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
         env={"PYTHONPATH": ":".join(filter(None, sys.path))},
     )
     assert told.returncode == 0, told.stderr
