@@ -222,7 +222,7 @@ def test_drain(tmp_path: Path) -> None:
             "the server stops; within its grace it waits for 0 sessions and 0 transfers and "
             "imports\n"
         )
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
 
 
 def test_a_drain_says_what_it_waits_for(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_a_drain_says_what_it_waits_for(tmp_path: Path) -> None:
         assert lines[2].startswith(f"transfer {transfer.transfer_id[:8]} (decode-7, 2 blocks, ends")
         client.close_transfer(transfer.transfer_id)
         session.close()
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
 
 
 @pytest.mark.parametrize(

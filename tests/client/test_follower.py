@@ -90,7 +90,7 @@ class TooSlowClient:
             yield batch(7, stored(0, 1), snapshot=True, end=True)
             raise ResourceExhausted("too slow", reason="SUBSCRIBER_TOO_SLOW", retryable=True)
         yield batch(900, stored(1, 1, b"\0"), snapshot=True, end=True)
-        self._closed.wait(20)
+        self._closed.wait(60)
 
     def close(self) -> None:
         self._closed.set()
@@ -99,7 +99,7 @@ class TooSlowClient:
 def test_a_follower_behind_the_history_begins_anew() -> None:
     client = TooSlowClient()
     follower = Follower(cast(Client, client))
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while follower.mirror.next_sequence != 900 and time.monotonic() < deadline:
         time.sleep(0.001)
     follower.stop()

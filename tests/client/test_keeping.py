@@ -221,7 +221,7 @@ def test_a_long_request_is_sent_again_by_the_policy(wire: Any, client: Client) -
         thread.start()
         until(lambda: client.stats().num_requests == 1)
         wire.cut()
-        thread.join(20)
+        thread.join(60)
         assert answers[0].handle > 0
         assert session.free("a").known
 

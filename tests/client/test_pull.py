@@ -19,7 +19,8 @@ from kvclient.channel import data_target
 from kvclient.errors import Cancelled, DataLoss, InternalError, KVDepotError, NotFound, Unavailable
 from kvclient.values import BlockStatus, PulledBlock
 from kvserver.mover.frame import frame
-from moving import MovingNode, block_hash, eventually, kill, moving
+from moving import MovingNode, block_hash, kill, moving
+from serving import eventually
 
 Start = Callable[..., MovingNode]
 Pull = Callable[..., list[PulledBlock]]
@@ -110,7 +111,7 @@ def test_a_killed_process_is_unavailable(start: Start) -> None:
     thread.start()
     eventually(lambda: bool(node.transfers))
     kill(node.serving_pid, signal.SIGKILL)
-    thread.join(20)
+    thread.join(60)
     assert isinstance(caught[0], Unavailable)
     eventually(lambda: not node.transfers)
     eventually(lambda: node.handle._serving is not None)
@@ -133,7 +134,7 @@ def test_a_pull_that_is_closed_lets_go_of_its_blocks(start: Start) -> None:
         thread.start()
         eventually(lambda: bool(node.transfers) and stream._pulling.call is not None)
         stream.close()
-        thread.join(20)
+        thread.join(60)
         assert isinstance(caught[0], Cancelled)
         eventually(lambda: not node.transfers)
 

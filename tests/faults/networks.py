@@ -61,5 +61,5 @@ def cable() -> Iterator[Cable]:
 
 def _ip(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["ip", *arguments], check=check, capture_output=True, text=True, timeout=20
+        ["ip", *arguments], check=check, capture_output=True, text=True, timeout=60
     )

@@ -78,10 +78,10 @@ def send(served: Served, method: MethodDescriptor, raw: bytes) -> Any:
     """A call of the method with these bytes."""
     path = f"/{method.containing_service.full_name}/{method.name}"
     if method.client_streaming:
-        return served.channel.stream_stream(path)(iter([raw]), timeout=20)
+        return served.channel.stream_stream(path)(iter([raw]), timeout=60)
     if method.server_streaming:
-        return served.channel.unary_stream(path)(raw, timeout=20)
-    return served.channel.unary_unary(path).future(raw, timeout=20)
+        return served.channel.unary_stream(path)(raw, timeout=60)
+    return served.channel.unary_unary(path).future(raw, timeout=60)
 
 
 def code_of(call: Any, method: MethodDescriptor) -> grpc.StatusCode:

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvdepot.v1 import admin_pb2, cache_pb2
-from moving import eventually
-from serving import Serve, Served, tokens
+from serving import Serve, Served, eventually, tokens
 
 STEP_STREAM = "/kvdepot.v1.KVCacheService/StepStream"
 LIST_REQUESTS = "/kvdepot.v1.KVAdminService/ListRequests"
@@ -37,7 +36,7 @@ class Deaf:
 
     def __init__(self, target: str) -> None:
         host, port = target.rsplit(":", 1)
-        self.socket = socket.create_connection((host, int(port)), timeout=20)
+        self.socket = socket.create_connection((host, int(port)), timeout=60)
         settings = frame(_SETTINGS, 0, 0, struct.pack(">HI", _INITIAL_WINDOW_SIZE, 0))
         self.socket.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + settings)
         self._incoming = self.socket.makefile("rb")
@@ -123,7 +122,7 @@ def test_replies_that_nobody_reads_are_few(crowded: Served) -> None:
             # Another connection is answered, small or large, again and again.
             for _ in range(20):
                 assert crowded.stats().num_requests == 100
-                crowded.admin.ListRequests(admin_pb2.ListRequestsRequest(), timeout=20)
+                crowded.admin.ListRequests(admin_pb2.ListRequestsRequest(), timeout=60)
         eventually(lambda: unread.nbytes == 0)
     crowded.assert_clean()
 

@@ -32,9 +32,9 @@ from kvserver.data_plane import (
 )
 from kvserver.mover.handle import MoverHandle
 from kvserver.mover.pages import spans_of
-from serving import event_loop_thread
+from serving import event_loop_thread, eventually
 
-TIMEOUT_SECONDS = 30.0
+TIMEOUT_SECONDS = 60.0
 IMPORTED, PENDING, MISSING, FAILED = (
     pb.IMPORT_STATUS_IMPORTED,
     pb.IMPORT_STATUS_PENDING,
@@ -347,14 +347,6 @@ def moving(directory: Path) -> Iterator[Callable[..., MovingNode]]:
 def kill(pid: int, number: int) -> None:
     """Signal a process that a node started."""
     os.kill(pid, number)
-
-
-def eventually(true: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Waits until it is so."""
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def pairs(ids: Sequence[int], shift: int) -> list[tuple[int, int]]:

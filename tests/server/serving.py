@@ -7,6 +7,7 @@ import contextlib
 import functools
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +37,7 @@ from kvserver.serve import Server
 
 Answer = TypeVar("Answer")
 
-TIMEOUT_SECONDS = 20.0
+TIMEOUT_SECONDS = 60.0
 BLOCK_SIZE = 4
 BLOCK_BYTES = 128 * BLOCK_SIZE
 
@@ -73,6 +74,14 @@ def refused(call: Callable[[], Any], code: grpc.StatusCode) -> types_pb2.ErrorDe
         call()
     assert caught.value.code() is code, caught.value
     return detail_of(caught.value)
+
+
+def eventually(true: Callable[[], bool], seconds: float = TIMEOUT_SECONDS) -> None:
+    """Waits until it is so."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 class EventLoopThread:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import grpc
 import pytest
 
 from kvdepot.v1 import admin_pb2, cache_pb2, transfer_pb2
-from serving import TIMEOUT_SECONDS, Serve, Served, refused, tokens
+from serving import TIMEOUT_SECONDS, Serve, Served, eventually, refused, tokens
 
 PROMPT = tokens(*range(1, 11))
 
@@ -67,9 +66,7 @@ def test_sessions_from_opening_to_the_last_workers_end(serve: Serve) -> None:
     assert stats.blocks.quarantined == 4
 
     worker.cancel()
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while len(sessions(served)) > 1 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    eventually(lambda: len(sessions(served)) == 1)
     assert [session.name for session in sessions(served)] == ["second"]
     assert served.stats().num_departed_sessions == 0
     second.close()

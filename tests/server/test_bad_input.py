@@ -41,7 +41,7 @@ def fresh(request_id: str = "new", **content: Any) -> Call:
         cache_pb2.GetComputedBlocksRequest(
             context=s.context(), request_id=request_id, content=RequestContent(**content)
         ),
-        timeout=20,
+        timeout=60,
     )
 
 
@@ -52,7 +52,7 @@ def step(**fields: Any) -> Call:
         "on_no_fit": cache_pb2.ON_NO_FIT_STOP,
         "grow": grow(),
     } | fields
-    return lambda s: s.stub.Step(cache_pb2.StepRequest(context=s.context(), **fields), timeout=20)
+    return lambda s: s.stub.Step(cache_pb2.StepRequest(context=s.context(), **fields), timeout=60)
 
 
 def grow(**columns: bytes) -> cache_pb2.GrowColumns:
@@ -79,7 +79,7 @@ def in_context(**context: Any) -> Call:
                 request_id="nobody",
                 mode=cache_pb2.FREE_MODE_FINISH,
             ),
-            timeout=20,
+            timeout=60,
         )
 
     return call

@@ -37,7 +37,7 @@ def grow(scheduler: Any, handle: int, num_computed: int, num_new: int = 1, **con
                 tokens=tokens(*range(num_new)),
             ),
         ),
-        timeout=20,
+        timeout=60,
     )
 
 
@@ -114,7 +114,7 @@ def test_events_tell_group_kind_and_window(serve: Serve) -> None:
     scheduler = served.open()
     scheduler.admit("a", PROMPT)
     scheduler.cache("a", 400)
-    stream = served.event.StreamEvents(event_pb2.StreamEventsRequest(snapshot=True), timeout=20)
+    stream = served.event.StreamEvents(event_pb2.StreamEventsRequest(snapshot=True), timeout=60)
     stored: dict[int, list[Any]] = {}
     for batch in stream:
         for event in batch.events:

@@ -20,6 +20,7 @@ from serving import (
     Scheduler,
     Serve,
     Served,
+    eventually,
     ready_hashes,
     refused,
     tokens,
@@ -84,10 +85,7 @@ class Pair:
 
     def wait(self, condition: Callable[[], bool]) -> None:
         """Until it holds, on the event loop."""
-        deadline = time.monotonic() + TIMEOUT_SECONDS
-        while not self.here.loop.call(condition):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        eventually(lambda: self.here.loop.call(condition))
 
     def delayed(self, scheduler: Scheduler, name: str, new: bytes, external: int) -> Any:
         """Slots for external tokens; names the request."""

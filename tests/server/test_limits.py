@@ -21,7 +21,7 @@ Act = Callable[[Served, Scheduler], Any]
 
 def follow(served: Served) -> Any:
     """An open StreamEvents."""
-    stream = served.event.StreamEvents(event_pb2.StreamEventsRequest(), timeout=20)
+    stream = served.event.StreamEvents(event_pb2.StreamEventsRequest(), timeout=60)
     stream.initial_metadata()
     if stream.done():
         next(stream)
@@ -34,7 +34,7 @@ def attach(served: Served, scheduler: Scheduler) -> Any:
         transfer_pb2.AttachWorkerRequest(
             session_id=scheduler.opened.session_id, epoch=scheduler.opened.epoch
         ),
-        timeout=20,
+        timeout=60,
     )
     next(stream)
     return stream
@@ -43,7 +43,7 @@ def attach(served: Served, scheduler: Scheduler) -> Any:
 def step_stream(served: Served, scheduler: Scheduler) -> Any:
     """A StepStream's first answer; the stream ends after it."""
     request = cache_pb2.StepRequest(context=scheduler.context())
-    return list(served.cache.StepStream(iter([request]), timeout=20))
+    return list(served.cache.StepStream(iter([request]), timeout=60))
 
 
 def fill_sessions(served: Served, _: Scheduler) -> None:
@@ -73,7 +73,7 @@ def refused_by_step(scheduler: Scheduler) -> None:
                 )
             ],
         ),
-        timeout=20,
+        timeout=60,
     )
     assert response.admissions[0].outcome == cache_pb2.OUTCOME_INVALID
     (error,) = response.errors
@@ -92,7 +92,7 @@ def step_of(*runs: int, **columns: Any) -> Act:
                 ],
                 **columns,
             ),
-            timeout=20,
+            timeout=60,
         )
 
     return act
@@ -104,7 +104,7 @@ THREE = cache_pb2.FreeColumns(handles=int32s(1, 2, 3))
 def too_large_a_transfer(served: Served, _: Scheduler) -> None:
     hashes = [bytes([number]) * 32 for number in range(3)]
     groups = [transfer_pb2.GroupHashes(block_hashes=hashes)]
-    served.transfer.OpenTransfer(transfer_pb2.OpenTransferRequest(groups=groups), timeout=20)
+    served.transfer.OpenTransfer(transfer_pb2.OpenTransferRequest(groups=groups), timeout=60)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_room_that_is_given_back(serve: Serve) -> None:
                     request_id="cut",
                     content=cache_pb2.RequestContent(tokens=prompt),
                 ),
-                timeout=20,
+                timeout=60,
             )
         scheduler.free("cut")
     served.assert_clean()

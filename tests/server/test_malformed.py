@@ -278,10 +278,10 @@ def sender(served: Served, method: str) -> Callable[[bytes], Any]:
     path = f"/kvdepot.v1.{method}"
     channel = served.channel
     if method in STREAMED:
-        return lambda raw: channel.unary_stream(path)(raw, timeout=20)
+        return lambda raw: channel.unary_stream(path)(raw, timeout=60)
     if method.endswith("Stream"):
-        return lambda raw: channel.stream_stream(path)(iter([raw]), timeout=20)
-    return lambda raw: channel.unary_unary(path).future(raw, timeout=20)
+        return lambda raw: channel.stream_stream(path)(iter([raw]), timeout=60)
+    return lambda raw: channel.unary_unary(path).future(raw, timeout=60)
 
 
 def close_all(served: Served) -> None:

@@ -18,7 +18,7 @@ PROMPT = tokens(*range(1, 11))
 
 def scrape(served: Served) -> dict[str, dict[tuple[str, ...], float]]:
     """Samples by name, then by label values in order of label name."""
-    with urlopen(f"http://127.0.0.1:{served.server.metrics_port}/metrics", timeout=20) as page:
+    with urlopen(f"http://127.0.0.1:{served.server.metrics_port}/metrics", timeout=60) as page:
         text = page.read().decode()
     samples: dict[str, dict[tuple[str, ...], float]] = {}
     for family in text_string_to_metric_families(text):
@@ -61,7 +61,7 @@ def test_a_session_that_expires_under_its_worker(serve: Serve) -> None:
     dies = served.open()
     served.open().close()
     worker = served.transfer.AttachWorker(
-        transfer_pb2.AttachWorkerRequest(session_id=dies.opened.session_id), timeout=20
+        transfer_pb2.AttachWorkerRequest(session_id=dies.opened.session_id), timeout=60
     )
     next(worker)
     dies.admit("a", PROMPT)

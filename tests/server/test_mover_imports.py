@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import re
 import signal
 import socket
 import time
@@ -26,11 +27,11 @@ from moving import (
     PENDING,
     MovingNode,
     block_hash,
-    eventually,
     kill,
     moving,
     pairs,
 )
+from serving import eventually
 
 Start = Callable[..., MovingNode]
 
@@ -224,12 +225,14 @@ def test_when_the_peers_agent_dies_the_stream_is_next(
     destination.run_import(destination.job(source, blocks))  # loads NIXL
     pid = source.serving_pid
     kill(pid, signal.SIGSTOP)
+    opened = len(source.opened)
     running = destination.begin_import(destination.job(source, blocks))
-    time.sleep(0.5)  # the read begins, and waits for an answer
+    eventually(lambda: len(source.opened) > opened)
+    time.sleep(0.5)  # the read begins, mostly, and waits for an answer
     kill(pid, signal.SIGKILL)
     report, _ = running.result()
     first = report.failures[0]
-    assert first.path == NIXL and "the read failed: nixlRemoteDisconnectError" in first.reason
+    assert first.path == NIXL and re.search(r"the read failed: nixl\w+Error", first.reason)
     assert report.path == GRPC  # where another process serves by now, or not yet
 
 
@@ -333,7 +336,7 @@ SLOW = {**LARGE, "import_bandwidth_bytes": 4 << 20}
 @pytest.mark.parametrize("path", PATHS)
 def test_a_long_copy_renews_the_lease_and_tells_how_far_it_is(kept: Start, path: int) -> None:
     source, destination = kept(1, **LARGE, layout="block"), kept(2, **SLOW)
-    source.lease_ttl_seconds = 0.6
+    source.lease_ttl_seconds = 3.0
     began = time.monotonic()
     job = destination.job(source, {0: pairs(range(1, 31), 1)}, paths=[path])
     # In parts, as 30 blocks are one batch for some of the paths.
@@ -348,10 +351,10 @@ def test_a_long_copy_renews_the_lease_and_tells_how_far_it_is(kept: Start, path:
 
 def test_a_lease_lost_during_the_copy_ends_it(kept: Start) -> None:
     source = kept(1, **LARGE, layout="block")
-    # All of it would take 24 s.
-    destination = kept(**LARGE, import_bandwidth_bytes=1 << 18)
+    # All of it would take 48 s.
+    destination = kept(**LARGE, import_bandwidth_bytes=1 << 17)
     destination.run_import(destination.job(source, {0: pairs([1], 0)}))  # its process is there
-    source.lease_ttl_seconds = 0.6
+    source.lease_ttl_seconds = 3.0
     running = destination.begin_import(
         destination.job(source, {0: pairs(range(1, 33), 0)}, paths=[GRPC], deadline_seconds=60.0)
     )
@@ -361,11 +364,12 @@ def test_a_lease_lost_during_the_copy_ends_it(kept: Start) -> None:
     report, _ = running.result()
     assert report.statuses == {0: bytes([FAILED]) * 32}
     assert any("the lease could not be renewed" in failure.reason for failure in report.failures)
-    assert running.seconds < 12
+    assert running.seconds < 40
 
 
 def test_a_transfer_that_the_peer_closes_midway_ends_the_stream(start: Start) -> None:
-    source, destination = start(**LARGE, pull_bandwidth_bytes=2 << 20), start(**LARGE)
+    # All of it would take 12 s.
+    source, destination = start(**LARGE, pull_bandwidth_bytes=1 << 19), start(**LARGE)
     blocks = {0: pairs(range(1, 33), 0)}
     running = destination.begin_import(destination.job(source, blocks, paths=[GRPC]))
     eventually(lambda: bool(source.transfers))
@@ -533,11 +537,14 @@ def test_a_part_whose_lease_ran_out_is_lost_alone(kept: Start) -> None:
 @pytest.mark.parametrize("how", ["done", "cancelled"])
 def test_the_next_part_is_open_and_kept_while_one_is_copied(kept: Start, how: str) -> None:
     source = kept(1, **LARGE, layout="block")
-    destination = kept(5, **SLOW, import_part_blocks=16)
-    source.lease_ttl_seconds = 0.3
+    destination = kept(5, **LARGE, import_bandwidth_bytes=2 << 20, import_part_blocks=16)
+    source.lease_ttl_seconds = 3.0
+    num_kept: list[int] = []
+    source.on_open = lambda number, _: num_kept.append(len(source.transfers))
     job = destination.job(source, {0: pairs(range(1, 33), 1)}, paths=[GRPC])
     running = destination.begin_import(job)
-    eventually(lambda: len(source.transfers) == 2)
+    eventually(lambda: len(source.opened) == 2)
+    assert num_kept == [0, 1]
     if how == "cancelled":
         running.cancel()
         eventually(lambda: running.seconds > 0)
@@ -582,7 +589,7 @@ def test_a_hung_peer_ends_by_the_deadline(start: Start, path: int) -> None:
         job = destination.job(source, blocks, paths=[path], deadline_seconds=2.0)
         running = destination.begin_import(job)
         report, _ = running.result()
-        assert running.seconds < 4.0
+        assert running.seconds < 20.0  # it would hang for ever
         assert report.statuses == {0: bytes([FAILED]) * 32}
         assert report.failures
     finally:
@@ -597,16 +604,17 @@ def test_a_hung_peer_ends_by_the_deadline(start: Start, path: int) -> None:
 
 
 def test_a_killed_importer_fails_its_imports_and_is_replaced(start: Start) -> None:
-    source, destination = start(**LARGE), start(**SLOW)
-    blocks = {0: pairs(range(1, 33), 0)}
-    job = destination.job(source, blocks, paths=[GRPC])
+    # All of it would take 12 s.
+    source, destination = start(**LARGE), start(**LARGE, import_bandwidth_bytes=1 << 19)
+    job = destination.job(source, {0: pairs(range(1, 33), 0)}, paths=[GRPC])
     running = destination.begin_import(job)
-    assert running.begun.wait(20)
+    assert running.begun.wait(60)
     kill(destination.importing_pid, signal.SIGKILL)
     report, _ = running.result()
     assert report.statuses == {0: bytes([FAILED]) * 32}
+    job = destination.job(source, {0: pairs(range(1, 5), 0)}, paths=[GRPC])
     report, _ = destination.run_import(job)
-    assert report.statuses == {0: bytes([IMPORTED]) * 32}
+    assert report.statuses == {0: bytes([IMPORTED]) * 4}
 
 
 def test_what_came_before_the_importer_was_killed_counts(start: Start) -> None:
@@ -658,7 +666,7 @@ def test_an_import_that_another_took_down_is_run_again(start: Start) -> None:
     blocks = {0: pairs(range(1, 17), 0)}
     other = {0: pairs(range(17, 33), 0)}
     running = destination.begin_import(destination.job(source, blocks, paths=[GRPC]))
-    assert running.begun.wait(20)
+    assert running.begun.wait(60)
     process = destination.handle._imports._process
     assert process is not None
     number = max(process.inboxes) + 1
@@ -678,8 +686,9 @@ def test_a_cancelled_import_writes_nothing_any_more(kept: Start, path: int) -> N
     # Fills the bucket, so that the next is slow from the start.
     destination.run_import(destination.job(source, blocks, paths=[GRPC]))
     pid = destination.importing_pid
+    opened = len(source.opened)
     running = destination.begin_import(destination.job(source, blocks, paths=[path]))
-    eventually(lambda: bool(source.transfers))
+    eventually(lambda: len(source.opened) > opened)
     running.cancel()
     eventually(lambda: running.seconds > 0)
     destination.fill(3)
@@ -697,7 +706,7 @@ def test_an_importer_that_hears_nothing_is_killed_when_its_import_is_cancelled(
     running = destination.begin_import(
         destination.job(source, {0: pairs(range(1, 33), 0)}, paths=[GRPC])
     )
-    assert running.begun.wait(20)
+    assert running.begun.wait(60)
     pid = destination.importing_pid
     kill(pid, signal.SIGSTOP)
     running.cancel()

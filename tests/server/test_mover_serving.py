@@ -30,8 +30,8 @@ from kvserver.mover.bucket import Bucket
 from kvserver.mover.frame import frame
 from kvserver.mover.mapping import copy_rows
 from kvserver.mover.pages import pieces_of
-from moving import MovingNode, eventually, kill, moving
-from serving import refused
+from moving import MovingNode, kill, moving
+from serving import eventually, refused
 
 Start = Callable[..., MovingNode]
 
@@ -65,7 +65,7 @@ class Wire:
 
     def call(self, raw: bytes) -> Any:
         """PullBlocks, undecoded."""
-        return self.channel.unary_stream(METHOD)(raw, timeout=20)
+        return self.channel.unary_stream(METHOD)(raw, timeout=60)
 
     def pull(self, **request: Any) -> list[Any]:
         """All messages of one call."""
@@ -165,19 +165,36 @@ def test_a_closed_transfer_ends_its_pulls(start: Start) -> None:
     refused(lambda: wire.pull(), grpc.StatusCode.NOT_FOUND)
 
 
-def test_a_peer_that_reads_nothing_is_cut_off(start: Start) -> None:
-    node = start(**LARGE, max_pulls=1, pull_stall_seconds=0.5)
-    # More than anybody buffers.
+def pull_and_read_nothing(node: MovingNode) -> tuple[Wire, Any]:
+    """A pull of more than anybody buffers."""
     node.loop.call(lambda: node.handle.open_transfer("t", {0: [1] * 2000}))
     wire = Wire(node)
     slow = wire.call(pb.PullBlocksRequest(transfer_id="t").SerializeToString())
     next(slow)
-    few = struct.pack("<I", 0)
-    detail = refused(lambda: wire.pull(positions=few), grpc.StatusCode.RESOURCE_EXHAUSTED)
+    return wire, slow
+
+
+FEW = struct.pack("<I", 0)
+
+
+def test_pulls_are_few(start: Start) -> None:
+    wire, slow = pull_and_read_nothing(start(**LARGE, max_pulls=1, pull_stall_seconds=600.0))
+    detail = refused(lambda: wire.pull(positions=FEW), grpc.StatusCode.RESOURCE_EXHAUSTED)
     assert detail.reason == "TOO_MANY_PULLS" and detail.retryable
-    time.sleep(1.0)
-    # Its place is another's now, though it has not heard that yet.
-    assert len(wire.pull(positions=few)) == 1
+    slow.cancel()
+
+
+def test_a_peer_that_reads_nothing_is_cut_off(start: Start) -> None:
+    wire, slow = pull_and_read_nothing(start(**LARGE, max_pulls=1, pull_stall_seconds=0.5))
+
+    def is_served() -> bool:
+        try:
+            return len(wire.pull(positions=FEW)) == 1
+        except grpc.RpcError:
+            return False
+
+    # Its place is another's then, though it has not heard that yet.
+    eventually(is_served)
     assert refused(lambda: list(slow), grpc.StatusCode.RESOURCE_EXHAUSTED).reason == "STALLED"
 
 
@@ -187,7 +204,7 @@ def test_bytes_a_second_are_limited(start: Start) -> None:
     began = time.monotonic()
     Wire(node).pull()
     # 6 MiB, of which the last is not waited for.
-    assert 0.5 < time.monotonic() - began < 10
+    assert time.monotonic() - began > 0.5
 
 
 def test_a_file_cut_short_is_told_and_the_process_goes_on(opened: tuple[MovingNode, Wire]) -> None:
@@ -303,7 +320,7 @@ def test_an_error_that_nobody_expected_does_not_end_the_service(
     eventually(lambda: handle._serving not in (None, first))
     assert failures == ["end", "spawn", "spawn"]
     assert Wire(node).pull()[0].num_blocks == len(READY)
-    first._process.wait(20)
+    first._process.wait(60)
 
 
 def test_it_ends_with_its_node(start: Start) -> None:
@@ -314,7 +331,7 @@ def test_it_ends_with_its_node(start: Start) -> None:
     node.loop.call(lambda: node.handle._serving._writer.transport.abort())
     serving = node.handle._serving
     assert serving is not None
-    assert serving._process.wait(20) == 0
+    assert serving._process.wait(60) == 0
     assert serving.pid == pid
 
 
@@ -385,11 +402,12 @@ def test_pieces_keep_the_order_of_bytes() -> None:
     assert pieces == [(0, 0, 2), (2, 500, 4), (1000, 504, 4)]
 
 
-def test_the_bucket_books_what_it_lets_go() -> None:
+def test_the_bucket_books_what_it_lets_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
     bucket = Bucket(1000)
     assert bucket.delay(1000) == 0
-    first, second = bucket.delay(1000), bucket.delay(1)
-    assert 0.8 < first < 1 and 1.8 < second < 2
+    # It may have saved a twentieth of a second.
+    assert [bucket.delay(num_bytes) for num_bytes in (1000, 1)] == pytest.approx([0.95, 1.95])
     assert Bucket(0).delay(1 << 40) == 0
 
 

@@ -37,7 +37,7 @@ class Stream:
     def __init__(self, served: Served) -> None:
         self._requests: SimpleQueue[cache_pb2.StepRequest | None] = SimpleQueue()
         requests: Iterator[Any] = iter(self._requests.get, None)
-        self._call = served.cache.StepStream(requests, timeout=20)
+        self._call = served.cache.StepStream(requests, timeout=60)
 
     def call(self, request: cache_pb2.StepRequest) -> cache_pb2.StepResponse:
         """The answer to one Step."""
@@ -64,7 +64,7 @@ class Stream:
         pytest.param(lambda s, n: s.free("other", op_seq=n), None, id="Free"),
         pytest.param(lambda s, n: s.reset(op_seq=n), None, id="ResetPrefixCache"),
         pytest.param(lambda s, n: s.close(op_seq=n), None, id="CloseSession"),
-        pytest.param(lambda s, n: s.stub.Step(admission(s, "job", n), timeout=20), None, id="Step"),
+        pytest.param(lambda s, n: s.stub.Step(admission(s, "job", n), timeout=60), None, id="Step"),
         pytest.param(
             lambda s, n: s.free("job", 0, op_seq=n),
             grpc.StatusCode.INVALID_ARGUMENT,
@@ -72,7 +72,7 @@ class Stream:
         ),
         pytest.param(
             lambda s, n: s.stub.ReturnBlocks(
-                cache_pb2.ReturnBlocksRequest(context=s.context(op_seq=n), ticket=9), timeout=20
+                cache_pb2.ReturnBlocksRequest(context=s.context(op_seq=n), ticket=9), timeout=60
             ),
             grpc.StatusCode.NOT_FOUND,
             id="refused by the state",

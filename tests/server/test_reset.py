@@ -28,7 +28,7 @@ def reset(
             mode=mode,
             **request,
         ),
-        timeout=20,
+        timeout=60,
     )
 
 
@@ -46,7 +46,7 @@ class Follower:
     """The truth feed, read as it comes."""
 
     def __init__(self, served: Served) -> None:
-        self._stream = served.event.StreamEvents(event_pb2.StreamEventsRequest(), timeout=20)
+        self._stream = served.event.StreamEvents(event_pb2.StreamEventsRequest(), timeout=60)
         self._stream.initial_metadata()
         self._events: Iterator[Any] = (event for batch in self._stream for event in batch.events)
 
@@ -123,7 +123,7 @@ def test_a_reset_that_waits(served: Served) -> None:
                 handles=int32s(handle), num_computed_tokens=int32s(13), num_new_tokens=int32s(1)
             ),
         ),
-        timeout=20,
+        timeout=60,
     )
     assert response.admissions[0].outcome == pb.OUTCOME_RESETTING
     assert list(response.grow.outcomes) == [pb.OUTCOME_NOT_ATTEMPTED]
@@ -135,7 +135,7 @@ def test_a_reset_that_waits(served: Served) -> None:
     assert served.stats().reset_pending
     assert not reset(first, 0, drain_id=waiting.drain_id).done
     second.stub.ReturnBlocks(
-        pb.ReturnBlocksRequest(context=second.context(), ticket=ticket), timeout=20
+        pb.ReturnBlocksRequest(context=second.context(), ticket=ticket), timeout=60
     )
     assert not served.stats().reset_pending
     done = reset(first, 0, drain_id=waiting.drain_id)
@@ -177,7 +177,7 @@ def test_a_step_resets_at_its_end(served: Served) -> None:
             pb.StepRequest(
                 context=scheduler.context(), runs=runs, admissions=[admission], **columns
             ),
-            timeout=20,
+            timeout=60,
         )
 
     both = step(
@@ -270,7 +270,7 @@ def test_a_forced_reset(served: Served) -> None:
             ),
             cache=pb.CacheColumns(handles=int32s(handle), num_computed_tokens=int32s(16)),
         ),
-        timeout=20,
+        timeout=60,
     )
     assert runs.cache("a", 16).known
     prompt = tokens(*range(1, 18))

@@ -11,7 +11,7 @@ import pytest
 
 from kvdepot.v1 import cache_pb2, transfer_pb2
 from manual_clock import ManualClock
-from serving import Scheduler, Serve, Served, refused, tokens
+from serving import Scheduler, Serve, Served, eventually, refused, tokens
 
 PROMPT = tokens(*range(1, 11))
 
@@ -24,16 +24,8 @@ def attach(served: Served, scheduler: Scheduler, **request: Any) -> Any:
         "name": "worker 0",
     }
     return served.transfer.AttachWorker(
-        transfer_pb2.AttachWorkerRequest(**(given | request)), timeout=20
+        transfer_pb2.AttachWorkerRequest(**(given | request)), timeout=60
     )
-
-
-def eventually(happened: Callable[[], bool]) -> None:
-    """``happened`` is true soon."""
-    deadline = time.monotonic() + 5
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def num_workers(served: Served) -> int:
@@ -62,7 +54,8 @@ def test_quarantined_until_the_last_worker_is_gone(
     serve: Serve, end_session: Callable[..., None]
 ) -> None:
     clock = ManualClock()
-    served = serve(clock=clock)
+    # No heartbeat comes between what is waited for.
+    served = serve(clock=clock, worker_heartbeat_seconds=600.0)
 
     def advance(seconds: float) -> None:
         served.loop.call(lambda: clock.advance(seconds))
@@ -202,8 +195,8 @@ def test_a_departed_session_takes_no_worker(served: Served) -> None:
 def test_heartbeats(serve: Serve) -> None:
     served = serve(worker_heartbeat_seconds=0.05)
     scheduler = served.open()
-    worker = attach(served, scheduler)
     began = time.monotonic()
+    worker = attach(served, scheduler)
     beats = [next(worker) for _ in range(4)]
     assert time.monotonic() - began > 0.1
     assert {(beat.epoch, beat.session_ended) for beat in beats} == {(scheduler.opened.epoch, False)}
