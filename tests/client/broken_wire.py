@@ -11,7 +11,8 @@ import sys
 from kvclient.aio import Client
 from kvclient.errors import DeadlineExceeded
 from kvclient.values import Content, OperationKind, SlotRequest, Step
-from wire import Wire, impatient
+from patience import impatient
+from wire import Wire
 
 
 def admit(request_id: str, num_tokens: int) -> Step:

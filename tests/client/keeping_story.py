@@ -14,8 +14,7 @@ import pytest
 
 from kvclient.aio import Client
 from kvclient.errors import CacheLost
-
-TTL_S = 4.0
+from patience import TTL_S
 
 
 def keepers() -> int:

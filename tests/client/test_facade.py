@@ -21,7 +21,7 @@ from kvcore.manager import KVCacheManager
 from kvcore.request import Request, RequestStatus
 from kvcore.spec import DepotConfig, KVCacheConfig
 from kvserver.groups import parse_groups
-from test_keeping import TTL_S, until
+from patience import TTL_S, until
 
 BLOCK_SIZE, NUM_BLOCKS, WATERMARK, MAX_MODEL_LEN = 4, 33, 0.1, 96
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from typing import cast
 
@@ -21,6 +20,7 @@ from kvclient.events import (
 )
 from kvclient.replay.follower import Contents, Follower, differences
 from kvclient.replay.pattern import prefix_sums
+from patience import until
 
 TOKENS = np.arange(50, 62, dtype="<u4")
 SUMS = prefix_sums(TOKENS)
@@ -99,9 +99,7 @@ class TooSlowClient:
 def test_a_follower_behind_the_history_begins_anew() -> None:
     client = TooSlowClient()
     follower = Follower(cast(Client, client))
-    deadline = time.monotonic() + 60
-    while follower.mirror.next_sequence != 900 and time.monotonic() < deadline:
-        time.sleep(0.001)
+    until(lambda: follower.mirror.next_sequence == 900)
     follower.stop()
     assert client.asked == [None, 7, None]
     assert follower.error is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Callable
 
 import pytest
@@ -21,6 +20,7 @@ from kvclient.reports import TransferDirection
 from kvclient.session import Session
 from kvclient.values import Outcome, SlotRequest
 from kvdepot.v1 import cache_pb2, types_pb2
+from patience import until
 
 IMPORTED, PRESENT, MISSING = ImportStatus.IMPORTED, ImportStatus.PRESENT, ImportStatus.MISSING
 Run = Callable[..., tuple[int, str]]
@@ -90,7 +90,7 @@ def test_a_request_is_handed_over(
         )
         assert slots.outcome is Outcome.OK
         running = session.import_blocks(
-            "a", source.target, paths=[path], checksums=True, deadline_s=10.0
+            "a", source.target, paths=[path], checksums=True, deadline_s=60.0
         )
         result = running.result()
         assert result.path is path
@@ -146,8 +146,7 @@ def test_what_is_refused(client: Client, source: ServerProcess) -> None:
     with pytest.raises(Cancelled):
         closed.result()
     # What its blocks are kept for ends a moment later.
-    while client.stats().num_imports:
-        time.sleep(0.01)
+    until(lambda: not client.stats().num_imports)
     session = client.open_session()
     with pytest.raises(NotFound) as caught:
         session.import_blocks("?", source.target).result()

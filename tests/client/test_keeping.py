@@ -20,26 +20,7 @@ from kvclient import CacheLost, Client, Session
 from kvclient.errors import BlocksInUse, FailedPrecondition, KVDepotError, Unavailable
 from kvclient.pool import map_pool
 from kvclient.values import Content, OperationKind, SlotRequest, Step
-
-TTL_S = 4.0
-"""Of a lease that is renewed after a third of it, or not at all: a machine that stands still for
-two seconds loses none."""
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    """Waits for what must come."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def is_up(client: Client) -> bool:
-    try:
-        client.stats()
-    except Unavailable:
-        return False
-    return True
+from patience import TTL_S, is_up, until
 
 
 def keepers() -> list[str]:

@@ -20,9 +20,9 @@ from kvclient.errors import (
 from kvclient.facade import KVCacheManager
 from kvclient.values import Content, Outcome, SlotRequest
 from lazy_scheduler import Request, SmallScheduler
+from patience import TTL_S, impatient, is_up, until
 from test_facade import MAX_MODEL_LEN
-from test_keeping import TTL_S, is_up, until
-from wire import Wire, impatient
+from wire import Wire
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 400
 

@@ -10,9 +10,11 @@ from time import monotonic, sleep
 import pytest
 
 from conftest import TIMEOUT_S, Serve, ServerProcess
+from kvclient import Client
 from kvclient.events import BlockStored
 from kvclient.imports import ImportStatus, TransferPath
 from kvclient.values import SlotRequest
+from patience import until
 
 NUM_TOKENS = 4 * 40 + 1
 
@@ -30,7 +32,15 @@ def peers(serve: Serve) -> tuple[ServerProcess, ServerProcess]:
         session.allocate_slots(SlotRequest("r", num_new_tokens=NUM_TOKENS))
         session.cache_blocks("r", NUM_TOKENS)
         session.free("r")
+        until(lambda: offers_nixl(client))
     return source, destination
+
+
+def offers_nixl(client: Client) -> bool:
+    """Its agent is made once the server serves."""
+    opened = client.open_transfer({0: []})
+    client.close_transfer(opened.transfer_id)
+    return bool(opened.reach.nixl_agent) or importlib.util.find_spec("nixl_cu12") is None
 
 
 @pytest.mark.parametrize("path", [TransferPath.MAPPING, TransferPath.NIXL, TransferPath.GRPC])

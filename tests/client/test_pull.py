@@ -49,7 +49,7 @@ def aio_pull(node: MovingNode, hashes: list[bytes], **options: Any) -> list[Pull
             return [block async for block in client.pull_blocks(hashes, **options)]
 
     future = asyncio.run_coroutine_threadsafe(pull(), node.loop.loop)
-    return future.result(30)
+    return future.result(60)
 
 
 @pytest.fixture(params=["sync", "aio"])
@@ -154,7 +154,7 @@ def test_a_pull_that_is_let_go_of_lets_go_of_its_blocks(
                 for _ in client.pull_blocks(hashes):
                     assert node.transfers
                     break
-                eventually(lambda: not node.transfers, 5)
+                eventually(lambda: not node.transfers, 20)
         else:
 
             async def abandon() -> None:
@@ -165,7 +165,7 @@ def test_a_pull_that_is_let_go_of_lets_go_of_its_blocks(
                     while node.transfers:
                         await asyncio.sleep(0.01)
 
-            asyncio.run_coroutine_threadsafe(abandon(), node.loop.loop).result(5)
+            asyncio.run_coroutine_threadsafe(abandon(), node.loop.loop).result(20)
     finally:
         gc.enable()
 

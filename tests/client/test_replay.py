@@ -182,7 +182,7 @@ def test_which_variables_own_servers_take(
 
 def test_schedulers_go_on_after_the_server_was_killed(tmp_path: Path) -> None:
     options = ("--mapping-dir", str(tmp_path), "--capacity-tokens", "60000")
-    arguments = ("replay", "--requests", "120", "--reopen", "--lease-ttl-seconds", "20", "--json")
+    arguments = ("replay", "--requests", "120", "--reopen", "--lease-ttl-seconds", "120", "--json")
     with ThreadPoolExecutor() as threads:
         with server(*options) as (process, target):
             replay = threads.submit(kvdepot, *arguments, "--server", target)

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -31,7 +30,8 @@ from kvclient.errors import (
 from kvclient.sequence import Sequence
 from kvclient.values import Content, Free, OperationKind, SlotRequest, Step
 from kvdepot.v1 import cache_pb2
-from wire import Wire, impatient
+from patience import impatient, is_up, until
+from wire import Wire
 
 
 def admit(request_id: str, *tokens: int) -> Step:
@@ -65,9 +65,7 @@ def through_a_lost_reply(
     answers: list[Any] = []
     thread = threading.Thread(target=lambda: answers.append(call()))
     thread.start()
-    deadline = time.monotonic() + 60
-    while client.stats().blocks.live == live_before and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: client.stats().blocks.live != live_before)
     assert client.stats().blocks.live == live_after
     wire.cut()
     thread.join(60)
@@ -116,9 +114,7 @@ def test_a_call_whose_lost_answer_is_kept_no_more(serve: Any) -> None:
 
         thread = threading.Thread(target=admit_a)
         thread.start()
-        deadline = time.monotonic() + 60
-        while near.stats().blocks.live != 20_000 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(lambda: near.stats().blocks.live == 20_000)
         # Together more than is kept: the larger one goes.
         assert other.step(admit("b", *range(20_000, 30_000))).errors == []
         wire.cut()
@@ -189,23 +185,13 @@ def test_a_restarted_server_says_that_the_state_is_gone(serve: Any) -> None:
             stream.call(admit("b", 1))
         assert gone.value.retryable
         second = serve(listen=first.target)
-        deadline = time.monotonic() + 60
-        while not _answers(client) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        until(lambda: is_up(client))
         for call in (lambda: stream.call(admit("c", 1)), lambda: session.free("a")):
             with pytest.raises(FailedPrecondition) as stale:
                 call()
             assert stale.value.reason == "STALE_EPOCH"
             assert stale.value.current_epoch == second.epoch
         assert client.open_session().epoch == second.epoch
-
-
-def _answers(client: Client) -> bool:
-    try:
-        client.stats()
-    except Unavailable:
-        return False
-    return True
 
 
 def test_nobody_there() -> None:

@@ -5,30 +5,10 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 TIMEOUT_S = 20.0
-
-
-@contextlib.contextmanager
-def impatient(client: Any, *streams: Any, timeout_s: float = 0.4) -> Iterator[None]:
-    """Calls within get little time, as their answers are lost; those before and after have theirs.
-
-    ``streams``: StepStreams, which have a time of their own.
-    """
-    patience = client.timeout_s
-    try:
-        _set_time(timeout_s, client, streams)
-        yield
-    finally:
-        _set_time(patience, client, streams)
-
-
-def _set_time(timeout_s: float, client: Any, streams: Iterable[Any]) -> None:
-    client.timeout_s = timeout_s
-    for stream in streams:
-        stream._timeout_s = timeout_s
 
 
 class Wire:

@@ -1,8 +1,8 @@
 """Many or awkward clients in one process: ``python crowd.py PROGRAM ...``; ends with SIGTERM.
 
-connections TARGET COUNT   as many channels, a call on each; and one more before the end
-sessions TARGET COUNT      as many idle sessions on one channel, kept alive; then closed
-nagger TARGET              calls all the time; says how long they took
+connections TARGET COUNT       as many channels, a call on each; and one more before the end
+sessions TARGET COUNT LEASE_S  as many idle sessions on one channel, kept alive; then closed
+nagger TARGET                  calls all the time; says how long they took
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ async def connections(target: str, count: int) -> None:
     say(failed=failed)
 
 
-def sessions(target: str, count: int) -> None:
+def sessions(target: str, count: int, lease_s: int) -> None:
     """Their leases are renewed meanwhile."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     with Client(target, timeout_s=TIMEOUT_SECONDS) as client:
-        opened = [client.open_session(f"idle {n}", lease_ttl_s=5.0) for n in range(count)]
+        opened = [client.open_session(f"idle {n}", lease_ttl_s=lease_s) for n in range(count)]
         say(opened=count)
         wait_for_end()
         lost = sum(session.lost is not None for session in opened)
@@ -113,8 +113,8 @@ def nagger(target: str) -> None:
 if __name__ == "__main__":
     program, where, *numbers = sys.argv[1:]
     if program == "connections":
-        asyncio.run(connections(where, int(numbers[0])))
+        asyncio.run(connections(where, *map(int, numbers)))
     elif program == "sessions":
-        sessions(where, int(numbers[0]))
+        sessions(where, *map(int, numbers))
     else:
         nagger(where)

@@ -2,7 +2,8 @@
 
     scheduler TARGET SEED LEASE_S         replays chats until SIGTERM; reads back every byte
     split TARGET SEED LEASE_S LINGER_S    the same, its worker in a process of its own, which
-                                          goes on writing for LINGER_S when its scheduler dies
+                                          goes on writing until SIGTERM, for at most LINGER_S,
+                                          when its scheduler dies
     patient TARGET LEASE_S                holds a request, and calls once a line of SIGUSR1
 
 The last line of output is a JSON object. Failures are in it, or in the status.
@@ -150,6 +151,7 @@ def remote_worker(
         pool = map_pool(client.describe_pool())
         with client.attach_worker(session_id):
             worker = Worker(pool)
+            stop = Stop()
             scheduled: deque[StepWork] = deque()
             connection.send(os.getpid())
             while True:
@@ -169,7 +171,7 @@ def remote_worker(
             blocks = {i for step in scheduled for span in step.writes for i in span.block_ids}
             say(lingers=len(blocks))
             end = time.monotonic() + linger_s
-            while time.monotonic() < end:
+            while not stop.asked and time.monotonic() < end:
                 for step in scheduled:
                     worker.execute(StepWork(step.step, writes=step.writes))
     say(worker_ended=True)

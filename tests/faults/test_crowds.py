@@ -20,7 +20,9 @@ KIB = 1 << 10
 CONNECTION_BYTES_MAX = 80 * KIB
 SESSION_BYTES_MAX = 32 * KIB
 PATIENCE_SECONDS = 5.0
-"""The longest that a well-behaved client's two calls may take on a crowded machine."""
+PATIENCE_SECONDS_MAX = 40.0
+"""The longest that nearly all, and any, of a well-behaved client's two calls may take on a crowded
+machine, which may stand still for a while."""
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS = b"\0\0\0\4\0\0\0\0\0"
 
@@ -38,7 +40,8 @@ def nagger(processes: Processes, server: ServerProcess) -> Iterator[Process]:
     report = process.report()
     assert report["failures"] == []
     assert report["calls"] > 0
-    assert report["max_s"] < PATIENCE_SECONDS, report
+    assert report["p99_s"] < PATIENCE_SECONDS, report
+    assert report["max_s"] < PATIENCE_SECONDS_MAX, report
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(3000, marks=pytest.mark.slow)])
@@ -63,20 +66,29 @@ def test_many_connections(
     assert bytes_each < CONNECTION_BYTES_MAX
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("count", "lease_s"), [(200, 5), pytest.param(1000, 20, marks=pytest.mark.slow)]
+)
 def test_many_idle_sessions(
-    processes: Processes, count: int, record_property: Callable[[str, object], None]
+    processes: Processes,
+    count: int,
+    lease_s: int,
+    record_property: Callable[[str, object], None],
 ) -> None:
     """They are kept alive by their client, and cost little."""
     server = processes.serve(num_blocks=100, max_sessions=count + 1)
     with Client(server.target) as client, nagger(processes, server):
         before = server.rss_bytes
         crowd = processes.python(
-            str(processes.programs / "crowd.py"), "sessions", server.target, str(count)
+            str(processes.programs / "crowd.py"),
+            "sessions",
+            server.target,
+            str(count),
+            str(lease_s),
         )
         crowd.said("opened", 300)
         bytes_each = (server.rss_bytes - before) / count
-        time.sleep(6.0)  # longer than their lease
+        time.sleep(1.2 * lease_s)
         assert client.stats().num_sessions == count + 1
         crowd.signal(signal.SIGTERM)
         assert crowd.report() == {"lost": 0}
@@ -92,7 +104,7 @@ def test_no_descriptors_are_left(processes: Processes) -> None:
     host, port = server.target.rsplit(":", 1)
     with nagger(processes, server), contextlib.ExitStack() as crowd:
         for _ in range(200):
-            crowd.enter_context(socket.create_connection((host, int(port)), 5.0))
+            crowd.enter_context(socket.create_connection((host, int(port)), 60.0))
         wait_for(lambda: server.num_descriptors >= 96)
         time.sleep(1.0)
         crowd.close()
@@ -109,7 +121,7 @@ def test_half_open_and_slow_clients(processes: Processes) -> None:
     with contextlib.ExitStack() as crowd, Client(server.target) as client:
         with nagger(processes, server):
             for said in (b"", PREFACE[:7], PREFACE, PREFACE + SETTINGS, b"\xff" * 100) * 10:
-                connection = socket.create_connection((host, int(port)), 5.0)
+                connection = socket.create_connection((host, int(port)), 60.0)
                 crowd.enter_context(connection)
                 connection.sendall(said)
             # A follower that reads nothing, while much happens.

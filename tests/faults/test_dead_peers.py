@@ -13,16 +13,17 @@ from kvclient.errors import KVDepotError
 from kvclient.events import BlockStored
 from kvclient.imports import ImportResult, ImportStatus, TransferPath
 from kvclient.values import Outcome, SlotRequest
-from processes import Processes, ServerProcess, wait_for
+from processes import SLACK_SECONDS, Processes, ServerProcess, wait_for
 
 NUM_BLOCKS = 300
 POOL: dict[str, Any] = {"model": "qwen2-0.5b", "block_size": 16, "num_blocks": NUM_BLOCKS + 101}
 # An import of the 59 MB takes many seconds.
 SLOW = {"import_bandwidth_bytes": 4 << 20}
-LEASE_SECONDS = 1.5
+# A machine that stands still for two seconds ends none.
+LEASE_SECONDS = 4.0
 TOKENS = range(16 * NUM_BLOCKS)
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 def filled(processes: Processes) -> tuple[ServerProcess, list[bytes]]:
@@ -122,10 +123,10 @@ def test_the_importer_is_killed(processes: Processes) -> None:
             in_thread(importer.import_blocks(hashes, source.target).result)
             wait_for(lambda: client.stats().blocks.pinned == NUM_BLOCKS)
             # Renewed for as long as the other side lives.
-            wait_for(lambda: client.list_transfers()[0].age_seconds > 2 * LEASE_SECONDS)
+            wait_for(lambda: client.list_transfers()[0].age_seconds > 1.5 * LEASE_SECONDS)
             here.kill()
         seconds = wait_for(lambda: client.stats().blocks.pinned == 0)
-        assert seconds < 2 * LEASE_SECONDS + 2.0
+        assert seconds < LEASE_SECONDS + SLACK_SECONDS
         assert client.stats().blocks.cached == NUM_BLOCKS
         assert_nothing_is_kept(client)
 
@@ -135,7 +136,7 @@ def test_the_scheduler_leaves_in_the_middle(processes: Processes) -> None:
     here = processes.serve(**POOL, **SLOW)
     with Client(here.target) as client:
         with Client(here.target) as decode:
-            session = decode.open_session("decode", lease_ttl_s=1.0)
+            session = decode.open_session("decode", lease_ttl_s=LEASE_SECONDS)
             session.get_computed_blocks("a", TOKENS)
             session.allocate_slots(
                 SlotRequest(

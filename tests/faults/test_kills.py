@@ -13,11 +13,11 @@ import pytest
 from kvclient import Client
 from kvclient.errors import KVDepotError
 from kvclient.reports import SessionState
-from processes import Processes, ServerProcess, assert_empty, wait_for
+from processes import SLACK_SECONDS, Processes, ServerProcess, assert_empty, wait_for
 
-LEASE_SECONDS = 1.0
-LINGER_SECONDS = 2.0
-SLACK_SECONDS = 1.0
+# A machine that stands still for two seconds ends no session.
+LEASE_SECONDS = 4.0
+LINGER_SECONDS = 240.0
 POOL = {"block_size": 16, "num_blocks": 400, "worker_heartbeat_seconds": 0.2}
 
 # The long versions, on a busy machine.
@@ -38,10 +38,13 @@ def test_one_of_two_schedulers_is_killed(processes: Processes, kills: int) -> No
     chance = Random(kills)
     server = processes.serve(**POOL)
     with Client(server.target) as client:
-        other = processes.load("scheduler", server.target, 0, 10)
+        other = processes.load("scheduler", server.target, 0, 20)
         other.said("running")
-        num_lingering = 0
-        for number in range(1, kills + 1):
+        num_lingering = number = 0
+        # Between two steps nothing is in flight, which is seldom.
+        while number < kills or not num_lingering:
+            number += 1
+            assert number < kills + 10
             name = f"split {number}"
             victim = processes.load("split", server.target, number, LEASE_SECONDS, LINGER_SECONDS)
             worker = processes.stray(int(victim.said(r'"worker": (\d+)')[1]))
@@ -54,8 +57,9 @@ def test_one_of_two_schedulers_is_killed(processes: Processes, kills: int) -> No
                 num_lingering += in_flight
                 # The lease ends, and the worker writes: nobody gets those blocks meanwhile.
                 departed = [SessionState.DEPARTED]
-                wait_for(lambda n=name, d=departed: sessions_named(client, n) == d, 5.0)
+                wait_for(lambda n=name, d=departed: sessions_named(client, n) == d)
                 assert client.stats().blocks.quarantined >= in_flight
+                os.kill(worker, signal.SIGTERM)
                 victim.said("worker_ended")
                 seconds = wait_for(lambda n=name: not sessions_named(client, n))
                 assert seconds < SLACK_SECONDS
@@ -66,7 +70,6 @@ def test_one_of_two_schedulers_is_killed(processes: Processes, kills: int) -> No
             assert client.audit().violations == ()
         other.signal(signal.SIGTERM)
         report = other.report()
-        assert num_lingering > 0
         assert report["failure"] is None
         assert report["verified"] > 0
         assert report["requests"] > 0
@@ -80,7 +83,7 @@ def test_the_server_is_killed_and_restarted(processes: Processes, kills: int) ->
     server = processes.serve(**POOL | {"num_blocks": 2000})
     replay = processes.kvdepot(
         *("replay", "--server", server.target, "--requests", str(30 * (kills + 1))),
-        *("--reopen", "--lease-ttl-seconds", "20", "--max-running", "16", "--json"),
+        *("--reopen", "--lease-ttl-seconds", "120", "--max-running", "16", "--json"),
     )
     for _ in range(kills):
         wait_for_work(server)
@@ -126,7 +129,7 @@ def test_a_stopped_client_is_fenced(processes: Processes) -> None:
         patient.said("running")
         assert client.stats().blocks.live == 3
         patient.signal(signal.SIGSTOP)
-        wait_for(lambda: not sessions_named(client, "patient"), 5.0)
+        wait_for(lambda: not sessions_named(client, "patient"))
         warm = other.get_computed_blocks("probe", range(41)).num_computed_tokens
         before = client.stats()
         assert (before.blocks.live, before.num_sessions) == (0, 1)

@@ -25,7 +25,15 @@ from kvclient.replay.handover import Decoded, Decoder, Prefiller
 from kvclient.replay.job import Job
 from kvclient.replay.pages import WrongBytes
 from pd_load import OUTPUT_TOKENS, handed, prompt
-from processes import HERE, Process, Processes, assert_empty, processes_in, wait_for
+from processes import (
+    HERE,
+    SLACK_SECONDS,
+    Process,
+    Processes,
+    assert_empty,
+    processes_in,
+    wait_for,
+)
 
 MAPPING, NIXL, GRPC = TransferPath.MAPPING, TransferPath.NIXL, TransferPath.GRPC
 PATHS = [
@@ -51,17 +59,18 @@ MODELS: dict[str, dict[str, Any]] = {
     "mamba-hybrid": {"model": "mamba-hybrid"},
     "two block sizes": {"model": "two", "groups": TWO_BLOCK_SIZES},
 }
-# 64 blocks, 12.6 MB, which take six seconds.
+# 64 blocks, 12.6 MB, which take twelve seconds.
 NUM_TOKENS = 1030
 NUM_FULL_BLOCKS = 64
 LARGE = {"model": "qwen2-0.5b", "num_blocks": 200}
-SLOW = {"import_bandwidth_bytes": 2 << 20}
-DEADLINE_SECONDS = 4.0
-LEASE_SECONDS = 1.0
-TRANSFER_SECONDS = 2.0
-SLACK_SECONDS = 2.0
+SLOW = {"import_bandwidth_bytes": 1 << 20}
+DEADLINE_SECONDS = 8.0
+# A machine that stands still for two seconds ends none.
+LEASE_SECONDS = 4.0
+TRANSFER_SECONDS = 8.0
+KEEP_SECONDS = 3.0
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 class Pair:
@@ -80,7 +89,7 @@ class Pair:
 
     def decoder(self, **options: Any) -> Decoder:
         """A decode scheduler."""
-        return Decoder(self.client_b, **{"deadline_s": DEADLINE_SECONDS} | options)
+        return Decoder(self.client_b, **{"deadline_s": 60.0} | options)
 
     def load(self, *arguments: object) -> Process:
         """A scheduler in a process of its own."""
@@ -246,12 +255,14 @@ def test_each_kind_of_model(processes: Processes, model: str, size: int) -> None
 
 def test_what_nobody_asks_for_is_released(fast: Pair) -> None:
     pair = fast
-    prefiller = pair.prefiller(keep_s=1.0)
+    prefiller = pair.prefiller(keep_s=KEEP_SECONDS)
     job = prompt(1000, 91)
+    began = time.monotonic()
     prefilled = prefiller.prefill(job)
     assert pair.client_a.stats().blocks.live == 63
     seconds = wait_for(prefiller.release_overdue)
-    assert 0.5 < seconds < 1.0 + SLACK_SECONDS
+    assert time.monotonic() - began >= KEEP_SECONDS
+    assert seconds < KEEP_SECONDS + SLACK_SECONDS
     assert pair.client_a.stats().blocks.live == 0
     # What it computed is a hit as long as nobody needs the blocks.
     decoder = pair.decoder()
@@ -284,17 +295,18 @@ def test_other_bytes_than_the_prompts_are_seen(fast: Pair) -> None:
 def test_the_decode_server_is_killed(pair: Pair) -> None:
     prefiller = pair.prefiller()
     prefiller.prefill(prompt(NUM_TOKENS))
-    running = Running(pair.decoder(paths=[GRPC]), pair.a.target, prompt(NUM_TOKENS))
+    decoder = pair.decoder(paths=[GRPC], deadline_s=DEADLINE_SECONDS)
+    running = Running(decoder, pair.a.target, prompt(NUM_TOKENS))
     pair.wait_for_bytes()
     assert pair.client_a.stats().num_transfers == 1
     killed_at = time.monotonic()
     pair.b.kill()
-    assert isinstance(running.outcome(), CacheLost | Unavailable)
-    assert running.ended_at - killed_at < DEADLINE_SECONDS
     # The prefill scheduler lets go; the transfer keeps the blocks until its lease ends.
     prefiller.release("trace-0")
     blocks = pair.client_a.stats().blocks
     assert (blocks.live, blocks.pinned + blocks.in_transfer) == (0, NUM_FULL_BLOCKS)
+    assert isinstance(running.outcome(), CacheLost | Unavailable)
+    assert running.ended_at - killed_at < DEADLINE_SECONDS + SLACK_SECONDS
     seconds = wait_for(lambda: pair.client_a.stats().num_transfers == 0)
     assert seconds < TRANSFER_SECONDS + SLACK_SECONDS
     # It comes again, empty, and is handed the prompt once more.
@@ -303,7 +315,7 @@ def test_the_decode_server_is_killed(pair: Pair) -> None:
         # Channels to one address share their pauses between attempts to connect.
         wait_for(lambda: answers(client))
         assert num_hit_tokens(client, prompt(NUM_TOKENS)) == 0
-        decoder = Decoder(client, deadline_s=30.0)
+        decoder = Decoder(client, deadline_s=60.0)
         done = Running(decoder, pair.a.target, prompt(NUM_TOKENS)).decoded()
         assert done.num_imported_tokens == 16 * NUM_FULL_BLOCKS
         decoder.engine.close()
@@ -319,7 +331,7 @@ def test_the_prefill_server_is_killed(processes: Processes, path: TransferPath) 
     num_tokens, large, slow, deadline = NUM_TOKENS, LARGE, SLOW, DEADLINE_SECONDS
     if path is NIXL:  # reads 48 MiB ahead, and its agent takes seconds to come up
         num_tokens, large = 9 * NUM_TOKENS, LARGE | {"num_blocks": 700}
-        slow, deadline = {"import_bandwidth_bytes": 20 << 20}, 30.0
+        slow, deadline = {"import_bandwidth_bytes": 10 << 20}, 30.0
     pair = Pair(processes, large, large | slow)
     if path is NIXL:
         wait_for_nixl(pair)
@@ -353,7 +365,8 @@ def test_the_prefill_server_hangs(pair: Pair, whole: bool) -> None:
         else:
             pair.a.signal(number)
 
-    prefiller, decoder = pair.prefiller(), pair.decoder(paths=[GRPC])
+    prefiller = pair.prefiller()
+    decoder = pair.decoder(paths=[GRPC], deadline_s=DEADLINE_SECONDS)
     prefiller.prefill(prompt(NUM_TOKENS))
     running = Running(decoder, pair.a.target, prompt(NUM_TOKENS))
     pair.wait_for_bytes()
@@ -411,7 +424,7 @@ def test_the_prefill_scheduler_is_killed(pair: Pair) -> None:
     """Its session ends; the open transfer keeps the blocks, and the import comes to its end."""
     scheduler = pair.load("prefill", pair.a.target, NUM_TOKENS, LEASE_SECONDS)
     scheduler.said("prefilled")
-    decoder = pair.decoder(deadline_s=30.0, paths=[GRPC])
+    decoder = pair.decoder(paths=[GRPC])
     running = Running(decoder, pair.a.target, prompt(NUM_TOKENS))
     pair.wait_for_bytes()
     scheduler.kill()

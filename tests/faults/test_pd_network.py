@@ -14,13 +14,12 @@ from kvclient.imports import TransferPath
 from kvclient.replay.handover import Decoder, Prefiller
 from networks import Cable, cable
 from pd_load import prompt
-from processes import Processes, wait_for
+from processes import SLACK_SECONDS, Processes, wait_for
 from test_pd import (
     DEADLINE_SECONDS,
     LARGE,
     NUM_FULL_BLOCKS,
     NUM_TOKENS,
-    SLACK_SECONDS,
     SLOW,
     TRANSFER_SECONDS,
     Running,
@@ -29,7 +28,7 @@ from test_pd import (
     start_importing,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
