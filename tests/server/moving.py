@@ -34,7 +34,7 @@ from kvserver.mover.handle import MoverHandle
 from kvserver.mover.pages import spans_of
 from serving import event_loop_thread, eventually
 
-TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 120.0
 IMPORTED, PENDING, MISSING, FAILED = (
     pb.IMPORT_STATUS_IMPORTED,
     pb.IMPORT_STATUS_PENDING,
@@ -81,7 +81,12 @@ class MovingNode(transfer_pb2_grpc.KVTransferServiceServicer):
         self.fingerprint = self.pool.fingerprint
         self.transfers: set[str] = set()
         self.reset()
-        self.server = grpc.server(ThreadPoolExecutor(8))
+        # Clients may ping when idle, as a server of ours lets them.
+        options = [
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        ]
+        self.server = grpc.server(ThreadPoolExecutor(8), options=options)
         transfer_pb2_grpc.add_KVTransferServiceServicer_to_server(self, self.server)
         self.port = self.server.add_insecure_port("127.0.0.1:0")
 
@@ -258,7 +263,8 @@ class MovingNode(transfer_pb2_grpc.KVTransferServiceServicer):
             paths=(),
             checksums=True,
             contents=False,
-            deadline_seconds=20.0,
+            # The first import starts a process, which may take seconds.
+            deadline_seconds=60.0,
         )
         return replace(made, **job)
 
