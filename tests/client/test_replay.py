@@ -17,6 +17,7 @@ from kvclient.replay.server import own_server
 from kvclient.replay.trace import TRACE_BLOCK_SIZE, TraceRequest, generate_trace, read_trace
 from kvclient.values import Content, Outcome, SlotRequest
 from replay_tools import kvdepot, server, serving
+from wire import Wire
 
 RPCS = {"AllocateSlots", "CacheBlocks", "Free", "GetComputedBlocks", "Step"}
 REAL_TRACE = Path(
@@ -178,6 +179,16 @@ def test_which_variables_own_servers_take(
         return
     with own_server(options) as target, Client(target) as client:
         assert client.describe_pool().num_blocks == 9
+
+
+def test_a_follower_that_cannot_begin_says_why(tmp_path: Path) -> None:
+    options = ("--mapping-dir", str(tmp_path), "--capacity-tokens", "60000")
+    with serving(*options) as target:
+        wire = Wire(target, connections_max=1)  # the process that follows finds nobody
+        finished = kvdepot("replay", "--server", wire.target, "--requests", "3")
+        wire.close()
+    assert finished.status == 1
+    assert "Error: peer: failed to connect" in finished.errors
 
 
 def test_schedulers_go_on_after_the_server_was_killed(tmp_path: Path) -> None:

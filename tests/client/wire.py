@@ -12,14 +12,18 @@ TIMEOUT_S = 20.0
 
 
 class Wire:
-    """A TCP relay to a server, which can lose replies and break connections."""
+    """A TCP relay to a server, which can lose replies and break connections.
 
-    def __init__(self, target: str) -> None:
+    Takes at most ``connections_max``, and is gone for others then.
+    """
+
+    def __init__(self, target: str, connections_max: int = 1 << 30) -> None:
         host, port = target.rsplit(":", 1)
         self._server = (host, int(port))
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.target = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self.losing = False
+        self._connections_max = connections_max
         self._connections: list[tuple[socket.socket, socket.socket]] = []
         self._threads: list[threading.Thread] = []
         self._start(self._accept)
@@ -48,7 +52,7 @@ class Wire:
         thread.start()
 
     def _accept(self) -> None:
-        while True:
+        while len(self._connections) < self._connections_max:
             try:
                 near, _ = self._listener.accept()
             except OSError:
@@ -57,6 +61,7 @@ class Wire:
             self._connections.append((near, far))
             self._start(self._relay, near, far, False)
             self._start(self._relay, far, near, True)
+        self._listener.close()
 
     def _relay(self, source: socket.socket, sink: socket.socket, is_reply: bool) -> None:
         with contextlib.suppress(OSError):

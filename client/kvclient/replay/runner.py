@@ -54,7 +54,9 @@ class Runner:
                 peer = None
                 if settings.follow:
                     peer = self._start(peer_process, settings, self._stop_peer)
-                    self._receive(peer, _START_SECONDS)
+                    told = self._receive(peer, _START_SECONDS)
+                    if isinstance(told, PeerResult):  # its end
+                        raise ReplayError("; ".join(told.failures))
                 began = time.monotonic()
                 tally = self._schedule(peer)
                 seconds = time.monotonic() - began

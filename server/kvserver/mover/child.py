@@ -124,7 +124,8 @@ def _popen(module: str, fd: int, environment: Mapping[str, str]) -> subprocess.P
         stdout=2,  # what libraries print is no line of the server's
         pass_fds=[fd],
         cwd="/",
-        env=os.environ | environment | {"PYTHONPATH": path},
+        # gRPC tells of every idle connection that a peer closes, in no form of the log's.
+        env={"GRPC_VERBOSITY": "ERROR"} | os.environ | environment | {"PYTHONPATH": path},
         # A Ctrl-C at the terminal is for the node, which then ends its processes.
         start_new_session=True,
     )
