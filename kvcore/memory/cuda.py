@@ -111,10 +111,6 @@ class CudaMemory(DeviceMemory[CudaIpcMapping]):
         flat = self._all()[: count * dtype.itemsize].view(dtype)
         return flat.as_strided(view.shape, view.strides, view.offset_bytes // dtype.itemsize)
 
-    def read(self, offset: int, nbytes: int) -> bytes:
-        copied: bytes = self._all()[offset : offset + nbytes].cpu().numpy().tobytes()
-        return copied
-
     def poison(self, ranges: list[tuple[int, int]]) -> None:
         import torch
 

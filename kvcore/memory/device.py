@@ -60,10 +60,6 @@ class DeviceMemory(ABC, Generic[MappingT_co]):
         """A writable view, valid for as long as it lives, even after ``close``."""
 
     @abstractmethod
-    def read(self, offset: int, nbytes: int) -> bytes:
-        """A copy. DataLoss if the bytes are gone."""
-
-    @abstractmethod
     def poison(self, ranges: list[tuple[int, int]]) -> None:
         """Fill ranges (offset, bytes) with POISON; done, for every process, when it returns."""
 

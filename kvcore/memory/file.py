@@ -81,18 +81,13 @@ class FileMemory(DeviceMemory[FileMapping]):
             view.shape, view.strides, view.offset_bytes // dtype.itemsize
         )
 
-    def read(self, offset: int, nbytes: int) -> bytes:
-        """DataLoss if somebody cut the file short: it is read as a file, because touching
-        a mapping beyond its file's end would kill the process.
-        """
-        read = os.pread(self._fd, nbytes, offset)
-        if len(read) != nbytes:
-            raise self._cut_short(offset + nbytes)
-        return read
-
     def poison(self, ranges: list[tuple[int, int]]) -> None:
         if os.fstat(self._fd).st_size < self.nbytes:
-            raise self._cut_short(self.nbytes)
+            raise DataLoss(
+                f"the pool's file {self.path} was cut short: it ends before {self.nbytes} bytes; "
+                "restart the server",
+                reason="MAPPING_TRUNCATED",
+            )
         for offset, nbytes in ranges:
             self._mapping[offset : offset + nbytes] = bytes((POISON,)) * nbytes
 
@@ -119,13 +114,6 @@ class FileMemory(DeviceMemory[FileMapping]):
                 mapping.madvise(_MADV_POPULATE_WRITE)
                 self.huge_bytes = _huge_bytes(self._fd)
                 self._mapping = mapping
-
-    def _cut_short(self, end: int) -> DataLoss:
-        return DataLoss(
-            f"the pool's file {self.path} was cut short: it ends before {end} of "
-            f"{self.nbytes} bytes; restart the server",
-            reason="MAPPING_TRUNCATED",
-        )
 
 
 def remove_abandoned(directory: str) -> list[str]:

@@ -9,7 +9,7 @@ from kvcore.errors import InvalidArgument, NotFound
 from kvcore.memory.cuda import CudaIpcMapping, CudaMemory
 from kvcore.memory.device import Device
 from kvcore.memory.file import FileMapping, FileMemory
-from kvcore.memory.layout import LayerLayout, Span, joined, layer_layouts
+from kvcore.memory.layout import LayerLayout, layer_layouts
 from kvcore.spec import DepotConfig
 
 if TYPE_CHECKING:
@@ -38,20 +38,6 @@ class PoolMemory:
             )
         self.config = config
         self.layouts = {layout.name: layout for layout in layer_layouts(config)}
-        # By group: where a block's pages lie, on every rank.
-        self.spans = [
-            joined(
-                Span(layout.offset_bytes, layout.block_stride_bytes, spec.page_size_bytes)
-                for layout, spec in zip(
-                    (self.layouts[name] for name in group.layer_names),
-                    group.layer_specs,
-                    strict=True,
-                )
-            )
-            if group.holds_blocks
-            else []
-            for group in config.kv_cache.groups
-        ]
         self._places = self._find_places()
         self.ranks: list[FileMemory | CudaMemory] = []
         nbytes = config.kv_cache.pool_bytes
@@ -107,23 +93,6 @@ class PoolMemory:
         """Views of what quantised K and V consist of: data and scales, by name."""
         memory, views = self.ranks[rank], self._layout(name).views
         return {view.name: memory.tensor(view) for view in views if view.name[1:2] == "_"}
-
-    def block_pages(self, block_id: int, group: int = 0) -> bytes:
-        """A copy of the block's pages: rank by rank, layer by layer of the group.
-
-        DataLoss if the bytes are gone.
-        """
-        if not 0 <= block_id < self.config.kv_cache.num_blocks:
-            raise InvalidArgument(f"there is no block {block_id}", field="block_id")
-        if not 0 <= group < len(self.spans):
-            raise InvalidArgument(f"there is no group {group}", field="group")
-        return b"".join(
-            [
-                memory.read(span.offset + block_id * span.stride, span.nbytes)
-                for memory in self.ranks
-                for span in self.spans[group]
-            ]
-        )
 
     def poison(self, block_ids: Iterable[int]) -> None:
         """Fill the blocks, of every group and rank, so that what is not written reads as NaN."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from block_pages import block_pages
 from building import config, full, groups_config, window
 from kvcore.errors import InvalidArgument, ResourceExhausted
 from kvcore.memory import Device, PoolMemory, parse_devices
@@ -101,7 +102,7 @@ def test_a_pool_over_two_devices(layout: str) -> None:
             assert not view.any()
             view[3].fill_(rank + 1)
         # 4 tokens of 16 elements of bfloat16, K and V.
-        assert memory.block_pages(3) == b"\x80\x3f" * 128 + b"\0\x40" * 128
+        assert block_pages(memory, 3) == b"\x80\x3f" * 128 + b"\0\x40" * 128
         memory.poison([3])
         for rank in (0, 1):
             poisoned = torch.isnan(memory.layer("layer.1", rank=rank)).flatten(1).all(dim=1)

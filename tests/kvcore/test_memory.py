@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from block_pages import block_pages
 from kvcore import memory
 from kvcore.errors import (
     AlreadyExists,
-    DataLoss,
     InvalidArgument,
     NotFound,
     ResourceExhausted,
@@ -107,16 +107,8 @@ def test_a_block_is_its_pages_layer_by_layer(pool: PoolMemory) -> None:
     for block_id in (0, 1, NUM_BLOCKS - 1):
         pages = [pool.layer(name)[block_id] for name in LAYERS]
         expected = torch.stack(pages).contiguous().view(torch.uint8).flatten()
-        found = torch.frombuffer(bytearray(pool.block_pages(block_id)), dtype=torch.uint8)
+        found = torch.frombuffer(bytearray(block_pages(pool, block_id)), dtype=torch.uint8)
         assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize(
-    ("block_id", "group"), [(-1, 0), (NUM_BLOCKS, 0), (1, 1), (1, -1)], ids=str
-)
-def test_there_is_no_such_block(pool: PoolMemory, block_id: int, group: int) -> None:
-    with pytest.raises(InvalidArgument):
-        pool.block_pages(block_id, group)
 
 
 def test_there_is_no_such_layer(pool: PoolMemory) -> None:
@@ -172,10 +164,10 @@ def test_too_small_a_filesystem_is_refused(tmp_path: Path, monkeypatch: pytest.M
 
 _MOUNTED = """
 import os, sys
-from kvcore.memory import FileMemory
+from kvcore.memory import FileMemory, TensorView
 memory = FileMemory(5 << 20, sys.argv[1], name="test", huge_pages=sys.argv[2] == "on")
 mapping = memory.mapping
-assert not any(memory.read(0, 5 << 20))
+assert not memory.tensor(TensorView("", "uint8", (5 << 20,), (1,), 0)).any()
 print(memory.huge_bytes, mapping.huge_pages, os.stat(memory.path).st_blocks * 512 >= 5 << 20)
 memory.close()
 assert os.listdir(sys.argv[1]) == []
@@ -233,12 +225,6 @@ def test_what_a_dead_owner_left_is_removed(tmp_path: Path) -> None:
         assert remove_abandoned(str(tmp_path)) == [str(abandoned)]
         assert Path(alive.path).exists()
         assert (tmp_path / "other.txt").exists()
-
-
-def test_a_file_cut_short_is_data_loss_and_kills_nobody(pool: PoolMemory) -> None:
-    os.truncate(pool.path, 100)
-    with pytest.raises(DataLoss, match="cut short"):
-        pool.block_pages(NUM_BLOCKS - 1)
 
 
 # --- several groups -------------------------------------------------------------------
@@ -339,13 +325,13 @@ def test_groups_share_bytes_and_not_blocks(tmp_path: Path, layout: str) -> None:
         assert bool((pool.layer("w0")[2] == 1).all())
         assert bool((pool.layer("f0")[3] == 2).all())
         assert not pool.layer("f1").any()
-        raw = pool.block_pages(4, 2)
+        raw = block_pages(pool, 4, 2)
         assert len(raw) == 256
         assert raw[:24] == b"\x40\x40" * 12
         assert raw[24:40] == b"\0\0\x80\x40" * 4
         assert not any(raw[40:])
-        assert pool.block_pages(4, 0) == raw
-        assert pool.block_pages(2, 1) == b"\x80\x3f" * 64 + bytes(128)
+        assert block_pages(pool, 4, 0) == raw
+        assert block_pages(pool, 2, 1) == b"\x80\x3f" * 64 + bytes(128)
 
 
 def test_a_copy_of_a_block_leaves_out_what_lies_between(tmp_path: Path) -> None:
@@ -354,7 +340,7 @@ def test_a_copy_of_a_block_leaves_out_what_lies_between(tmp_path: Path) -> None:
     with PoolMemory(config, str(tmp_path), name="test") as pool:
         for number, name in enumerate(("s0", "s1"), 1):
             pool.layer(name)[1].fill_(number)
-        assert pool.block_pages(1, 0) == b"\x80\x3f" * 32 + b"\0\x40" * 32
+        assert block_pages(pool, 1, 0) == b"\x80\x3f" * 32 + b"\0\x40" * 32
         assert [group.block_bytes for group in groups] == [128, 256]
 
 

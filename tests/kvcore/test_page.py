@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from block_pages import block_pages
 from kvcore.errors import InvalidArgument
 from kvcore.page import page_parts
 from kvcore.spec import (
@@ -202,9 +203,9 @@ def test_data_and_scales_fill_the_page_and_nothing_twice(
             assert not tensor[2].float().any()
             six = torch.frombuffer(bytearray(b"\6" * tensor.itemsize), dtype=tensor.dtype)
             tensor[2] = six
-        page = torch.frombuffer(bytearray(pool.block_pages(2)), dtype=torch.uint8)
+        page = torch.frombuffer(bytearray(block_pages(pool, 2)), dtype=torch.uint8)
         page = page[spec.page_size_bytes :]
         num_scale_bytes = sum(tensor[2].numel() * tensor.itemsize for tensor in scales)
         assert int((page == 6).sum()) == num_scale_bytes
         assert int((page == 5).sum()) == spec.page_size_bytes - num_scale_bytes
-        assert not any(pool.block_pages(1)) and not any(pool.block_pages(3))
+        assert not any(block_pages(pool, 1)) and not any(block_pages(pool, 3))

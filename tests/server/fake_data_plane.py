@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
+from block_pages import block_pages, block_spans
 from kvcore.errors import InvalidArgument, KVDepotError, Unavailable
 from kvcore.import_job import Ready
 from kvcore.memory import PoolMemory
@@ -136,7 +137,7 @@ class FakeDataPlane:
             )
             for block, block_id in zip(group.blocks, ids, strict=True):
                 if block is not None and block_id:
-                    pages = source.data_plane.memory.block_pages(block.block_id, group.group)
+                    pages = block_pages(source.data_plane.memory, block.block_id, group.group)
                     write_pages(self.memory, block_id, group.group, pages)
                     num_blocks += 1
                     num_bytes += len(pages)
@@ -171,7 +172,7 @@ def _cut(job: ImportJob, part: ImportPart, num_hashes: int) -> tuple[ImportPart,
 def write_pages(memory: PoolMemory, block_id: int, group: int, pages: bytes) -> None:
     """What ``block_pages`` answers is there afterwards."""
     with Path(memory.path).open("r+b") as file:
-        for span in memory.spans[group]:
+        for span in block_spans(memory, group):
             file.seek(span.offset + block_id * span.stride)
             file.write(pages[: span.nbytes])
             pages = pages[span.nbytes :]

@@ -19,6 +19,7 @@ from typing import Any
 
 import grpc
 
+from block_pages import block_pages
 from kvcore.memory import PoolMemory, Span
 from kvdepot.v1 import transfer_pb2 as pb
 from kvdepot.v1 import transfer_pb2_grpc
@@ -162,7 +163,7 @@ class MovingNode(transfer_pb2_grpc.KVTransferServiceServicer):
 
     def read(self, group: int, block_id: int) -> bytes:
         """A block's bytes."""
-        return self.memory.block_pages(block_id, group)
+        return block_pages(self.memory, block_id, group)
 
     def fill(self, seed: int) -> None:
         """Random bytes everywhere."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import xxhash
 
+from block_pages import block_pages
 from kvclient.frame import parse
 from kvcore.errors import InvalidArgument
 from kvcore.memory import PoolMemory, layer_layouts
@@ -67,7 +68,7 @@ class Ranks:
 
     def read(self, group: int, block_id: int) -> bytes:
         """Rank by rank."""
-        return b"".join(memory.block_pages(block_id, group) for memory in self.memories)
+        return b"".join(block_pages(memory, block_id, group) for memory in self.memories)
 
     def close(self) -> None:
         """The files go."""

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
+from block_pages import block_pages
 from fake_data_plane import write_pages
 from kvcore.errors import NotFound
 from kvcore.transfer import GroupHashes
@@ -75,7 +76,7 @@ class Pair:
 
     def page(self, block_id: int) -> bytes:
         """What lies in a block here."""
-        return self.here.data_plane.memory.block_pages(block_id)
+        return block_pages(self.here.data_plane.memory, block_id)
 
     def states(self) -> dict[str, int]:
         """Blocks by state, here."""

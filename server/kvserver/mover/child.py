@@ -125,7 +125,7 @@ def _popen(module: str, fd: int, environment: Mapping[str, str]) -> subprocess.P
         pass_fds=[fd],
         cwd="/",
         # gRPC tells of every idle connection that a peer closes, in no form of the log's.
-        env={"GRPC_VERBOSITY": "ERROR"} | os.environ | environment | {"PYTHONPATH": path},
+        env={"GRPC_VERBOSITY": "ERROR", **os.environ, **environment, "PYTHONPATH": path},
         # A Ctrl-C at the terminal is for the node, which then ends its processes.
         start_new_session=True,
     )
