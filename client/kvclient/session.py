@@ -147,21 +147,6 @@ class Session:
         cache_salt: str | None = None,
         timeout_s: float | None = None,
         mark: StepMark | None = None,
-    ) -> int:
-        """As ``reset``; the new generation."""
-        result = self.reset(
-            mode, lora_name=lora_name, cache_salt=cache_salt, timeout_s=timeout_s, mark=mark
-        )
-        return result.generation
-
-    def reset(
-        self,
-        mode: ResetMode | str = ResetMode.REFUSE,
-        *,
-        lora_name: str | None = None,
-        cache_salt: str | None = None,
-        timeout_s: float | None = None,
-        mark: StepMark | None = None,
     ) -> ResetResult:
         """Empties the cache, or the part with this LoRA name or salt.
 

@@ -168,8 +168,8 @@ async def operators(client: Any, session: Any) -> None:
     tell("pages", [[request.request_id for request in part.requests] for part in (page, rest)])
     tell("requests", [asdict(request) | {"session_id": ""} for request in page.requests])
     tell("evicted", await of(client.evict_blocks([1, 1, 64])))
-    tell("scoped", await of(session.reset_prefix_cache(cache_salt="salt")))
-    tell("forced", await of(session.reset_prefix_cache("force")))
+    tell("scoped", (await of(session.reset_prefix_cache(cache_salt="salt"))).generation)
+    tell("forced", (await of(session.reset_prefix_cache("force"))).generation)
     await of(hasty.close())
 
 

@@ -432,7 +432,7 @@ def test_resets_that_wait_and_that_do_not(client: Client) -> None:
             facade.get_computed_blocks(waits)
             assert facade.allocate_slots(waits, 2) is None
             facade.free(runs)
-            generation = drained.result()
+            generation = drained.result().generation
         facade.get_computed_blocks(waits)
         assert facade.allocate_slots(waits, 2) is not None
         assert facade.reset_prefix_cache("force") is True

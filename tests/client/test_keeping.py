@@ -271,7 +271,7 @@ def test_a_drain_waits_for_what_runs(client: Client) -> None:
         timer = threading.Timer(0.3, runs.free, ("a",))
         timer.start()
         before = client.stats().generation
-        assert resets.reset_prefix_cache("drain", timeout_s=20) == before + 1
+        assert resets.reset_prefix_cache("drain", timeout_s=20).generation == before + 1
         timer.join()
         runs.step(admit("b", *range(8)))
         with pytest.raises(BlocksInUse) as caught:

@@ -47,7 +47,7 @@ def reset(
         client.open_session("kvdepot reset", lease_ttl_s=_LEASE_S) as session,
         waiting("waiting for the blocks in use" if mode == "drain" else "reset"),
     ):
-        result = session.reset(
+        result = session.reset_prefix_cache(
             mode, lora_name=lora_name, cache_salt=cache_salt, timeout_s=timeout_seconds
         )
     if as_json:
