@@ -200,7 +200,7 @@ class ServerConfig:
         256, integer(1, 65_536), "workers attached under a session", "N"
     )
     max_concurrent_streams: int = option(
-        16_384,
+        4096,
         integer(1, 1 << 20),
         "open streams of all methods together: StepStream, StreamEvents, AttachWorker, "
         "ImportBlocks, health's Watch; of PullBlocks as many beside them",
@@ -256,9 +256,10 @@ class ServerConfig:
         "SECONDS",
     )
     max_calls_per_connection: int = option(
-        4096,
+        8192,
         integer(1, 1 << 20),
-        "calls and streams that are open on one connection; clients wait with more",
+        "calls and streams that are open on one connection; clients wait with more, unheard: so "
+        "it is above --max-concurrent-streams",
         "N",
     )
     max_unread_bytes: int = option(

@@ -295,7 +295,7 @@ def test_help_tells_every_limit(capsys: pytest.CaptureFixture[str]) -> None:
         ("--max-requests-per-session", "65536"),
         ("--max-tokens-per-session", "67108864"),
         ("--max-workers-per-session", "256"),
-        ("--max-concurrent-streams", "16384"),
+        ("--max-concurrent-streams", "4096"),
         ("--max-step-operations", "65536"),
         ("--max-step-blocks", "1048576"),
         ("--max-message-bytes", "64MiB"),
