@@ -20,8 +20,8 @@ from kvcore.errors import (
     NotFound,
     ResourceExhausted,
 )
-from kvcore.events import BlockStored, Event
-from kvcore.feed import Entry, events_of
+from kvcore.events import BlockStored
+from kvcore.feed import Entry
 from kvcore.hashing import SCHEMES, make_scheme
 from kvcore.holders import BlockHolder, block_holders, explained, largest
 from kvcore.imports import Imports, import_running
@@ -377,10 +377,6 @@ class Depot:
     def take_feed(self) -> list[Entry]:
         """Content that everybody can read now, or no longer, since the last call."""
         return self.pool.truth_feed.take()
-
-    def take_truth_events(self) -> list[Event]:
-        """As take_feed, an event a block."""
-        return list(events_of(self.take_feed()))
 
     def snapshot(self) -> list[BlockStored]:
         """All readable content, a block each, a parent before its children."""

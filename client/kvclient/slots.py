@@ -51,16 +51,6 @@ def slot_mapping(
     return slots
 
 
-def slot_mappings(
-    tables: Sequence[Sequence[int]], block_sizes: Sequence[int], start: int, num_tokens: int
-) -> list[list[int]]:
-    """``slot_mapping`` in every KV cache group: one table and one block size a group."""
-    return [
-        slot_mapping(table, block_size, start, num_tokens)
-        for table, block_size in zip(tables, block_sizes, strict=True)
-    ]
-
-
 def block_table(tables: Sequence[Sequence[int]], width: int | None = None) -> list[list[int]]:
     """One row a request, padded with 0 to ``width`` (default: the longest row).
 

@@ -111,7 +111,6 @@ class Pull:
     _received: int = 0
     _num_ready: int = 0
     _renew_at: float = 0.0
-    _lease_ttl_s: float = 0.0
 
     def seconds_left(self) -> float:
         """For the next call; never nothing, so that it says itself that it is too late."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvclient.slots import block_table, slot_mapping, slot_mappings
+from kvclient.slots import block_table, slot_mapping
 
 FIRST_ROUND = list(range(1, 64))
 SECOND_ROUND = [*range(1, 63), 127]
@@ -75,12 +75,3 @@ def test_padding_only_adds() -> None:
 
 def test_nothing_is_kept_where_the_null_block_stands() -> None:
     assert slot_mapping([0, 3, 0, 5], 4, 2, 12) == [-1, -1, *range(12, 16), *[-1] * 4, 20, 21]
-
-
-def test_each_group_has_slots_of_its_own() -> None:
-    assert slot_mappings([[7, 8], [0, 3, 4]], [8, 4], 6, 4) == [
-        [62, 63, 64, 65],
-        [14, 15, 16, 17],
-    ]
-    with pytest.raises(ValueError, match="zip"):
-        slot_mappings([[7]], [8, 4], 0, 1)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvclient import Client
+from kvclient.errors import Unavailable
 from kvclient.imports import TransferPath
 from kvclient.replay.handover import Decoder, Prefiller
 from networks import Cable, cable
@@ -29,6 +30,15 @@ from test_pd import (
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def can_import(client: Client, peer: str) -> bool:
+    """Whether the peer can be reached again."""
+    try:
+        start_importing(client, peer)
+    except Unavailable:
+        return False
+    return True
 
 
 @pytest.fixture
@@ -86,6 +96,8 @@ def test_the_cable_is_pulled_out(processes: Processes, wire: Cable, tmp_path: Pa
         assert client_b.stats().blocks.in_transfer == 0
 
         wire.plug_in()
+        # Between two attempts to connect there is a pause.
+        wait_for(lambda: can_import(client_b, peer))
         prefilled = prefiller.prefill(prompt(NUM_TOKENS, 2))
         patient = Decoder(client_b, paths=[TransferPath.GRPC], deadline_s=60.0)
         done = patient.decode(prompt(NUM_TOKENS, 2), prefilled)

@@ -6,6 +6,8 @@ import struct
 from collections.abc import Iterable
 
 from kvcore.depot import Depot
+from kvcore.events import Event
+from kvcore.feed import events_of
 from kvcore.hashing import ExtraKeys, make_scheme
 from kvcore.manager import KVCacheManager
 from kvcore.operation import Content
@@ -21,6 +23,11 @@ from kvcore.spec import (
 )
 
 SCHEME = make_scheme("kvd_sha256", "0")
+
+
+def truth_events(depot: Depot) -> list[Event]:
+    """What the truth feed says since the last call, an event a block."""
+    return list(events_of(depot.take_feed()))
 
 
 def token_bytes(tokens: Iterable[int]) -> bytes:

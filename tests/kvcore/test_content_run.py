@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
-from building import content, full, groups_config, make_depot, token_bytes, window
+from building import content, full, groups_config, make_depot, token_bytes, truth_events, window
 from kvcore.content_run import ContentRun, content_runs
 from kvcore.depot import Depot
 from kvcore.feed import RUN_BLOCKS_MAX
@@ -90,7 +90,7 @@ def test_all_that_a_peer_is_told_makes_the_same_events_there(extra: ExtraKeys) -
     here.imports.take(found, {0: Ready(0, [True] * 6)})
     here.imports.fill(found, {0: Filled(0, bytes([1] * 6), runs)})
     here.imports.finish(found)
-    assert here.take_truth_events() == there.take_truth_events()
+    assert truth_events(here) == truth_events(there)
     assert told(here, [*hashes, *plain]) == runs  # and can tell it on
 
 

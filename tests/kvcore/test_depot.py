@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from building import content, make_depot, token_bytes
+from building import content, make_depot, token_bytes, truth_events
 from kvcore.depot import Depot
 from kvcore.errors import (
     AlreadyExists,
@@ -55,13 +55,13 @@ def test_scheduler_two_steps_ahead() -> None:
         depot.allocate_slots(ahead, SlotRequest(f"r{step}", content(PROMPT), lookup=True))
     # Its own blocks are hits at once: r2 shares r1's.
     assert ahead.manager.get_block_ids("r2")[0][:3] == [1, 2, 3]
-    assert depot.take_truth_events() == []
+    assert truth_events(depot) == []
     assert admit(depot, other, "x", PROMPT).num_new_computed_tokens == 0
     other.begin(None, None)
     depot.free(other, "x", FreeMode.FINISH, did_not_run=True)
 
     ahead.begin(3, 1)
-    stored = depot.take_truth_events()
+    stored = truth_events(depot)
     # x was said not to have run, so of its copies nothing is left.
     assert [type(event) for event in stored][-3:] == [BlockStored] * 3
     assert admit(depot, other, "y", PROMPT).num_new_computed_tokens == 12
@@ -125,13 +125,13 @@ def test_duplicate_content_is_told_once() -> None:
     for request_id in ("a", "b"):
         depot.allocate_slots(session, SlotRequest(request_id, num_new_tokens=13))
     session.begin(2, 2)
-    assert len(depot.take_truth_events()) == 3
+    assert len(truth_events(depot)) == 3
     depot.pool.evict_blocks([1, 2, 3])
-    assert depot.take_truth_events() == []
+    assert truth_events(depot) == []
     first = GroupHashes(0, session.requests["a"].block_hashes[:1])
     assert depot.transfers.open_hashes("", [first]).groups[0].block_ids == [5]
     depot.pool.evict_blocks([5])
-    (removed,) = depot.take_truth_events()
+    (removed,) = truth_events(depot)
     assert isinstance(removed, BlockRemoved)
     assert removed.block_hashes == [session.requests["a"].block_hashes[0]]
     assert depot.audit() == []
@@ -164,7 +164,7 @@ def test_freed_before_it_ran_leaves_no_hit() -> None:
     depot.free(session, "a", FreeMode.FINISH, did_not_run=True)
     assert depot.audit() == []
     session.begin(2, 1)
-    assert depot.take_truth_events() == []
+    assert truth_events(depot) == []
     assert admit(depot, session, "c", PROMPT, step=3).num_new_computed_tokens == 0
 
 
@@ -192,7 +192,7 @@ def test_cache_blocks_confirms_at_once() -> None:
     )  # fmt: skip
     assert depot.snapshot() == []
     assert depot.cache_blocks(session, "a", None, 8)
-    assert len(depot.take_truth_events()) == 2
+    assert len(truth_events(depot)) == 2
     assert admit(depot, other, "x", PROMPT).num_new_computed_tokens == 8
     assert not depot.cache_blocks(session, "gone", None, 8)
 
@@ -236,9 +236,9 @@ def test_reset_names_the_holders() -> None:
         depot.reset_prefix_cache()
     session.begin(None, None)
     depot.free(session, "a", FreeMode.FINISH, did_not_run=False)
-    depot.take_truth_events()
+    truth_events(depot)
     assert depot.reset_prefix_cache().generation == 1
-    assert depot.take_truth_events() == [AllBlocksCleared(1)]
+    assert truth_events(depot) == [AllBlocksCleared(1)]
     assert admit(depot, session, "a", PROMPT).num_new_computed_tokens == 0
 
 

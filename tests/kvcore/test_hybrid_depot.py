@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from building import content, full, groups_config, make_manager, make_request, mamba, window
+from building import (
+    content,
+    full,
+    groups_config,
+    make_manager,
+    make_request,
+    mamba,
+    truth_events,
+    window,
+)
 from kvcore.depot import Depot
 from kvcore.errors import FailedPrecondition, InvalidArgument
 from kvcore.events import BlockRemoved, BlockStored
@@ -128,7 +137,7 @@ def test_groups_of_other_block_sizes() -> None:
     session = depot.open_session("s")
     admit(depot, session, "a", PROMPT)
     session.begin(None, None)
-    stored = [event for event in depot.take_truth_events() if isinstance(event, BlockStored)]
+    stored = [event for event in truth_events(depot) if isinstance(event, BlockStored)]
     # Of the windows only those that end at a multiple of 8 are told.
     assert [(event.group, event.block_size) for event in stored] == [
         (0, 8),
@@ -181,7 +190,7 @@ def test_what_did_not_run_is_forgotten_in_every_group() -> None:
     depot.free(session, "a", FreeMode.FINISH, did_not_run=True)
     assert [len(index.entries) for index in depot.pool.indexes] == [0, 0]
     session.begin(2, 1)
-    assert depot.take_truth_events() == []
+    assert truth_events(depot) == []
     assert depot.audit() == []
 
 
@@ -192,7 +201,7 @@ def test_confirmed_tokens_outlive_it_in_every_group() -> None:
     depot.allocate_slots(session, SlotRequest("a", content(PROMPT), lookup=True))
     depot.cache_blocks(session, "a", None, 8)
     depot.free(session, "a", FreeMode.FINISH, did_not_run=True)
-    stored = [event for event in depot.take_truth_events() if isinstance(event, BlockStored)]
+    stored = [event for event in truth_events(depot) if isinstance(event, BlockStored)]
     assert [(event.group, event.block_size) for event in stored] == [(0, 8), (1, 4)]
     assert [len(index.entries) for index in depot.pool.indexes] == [1, 1]
 

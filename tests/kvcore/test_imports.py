@@ -7,7 +7,16 @@ from collections.abc import Callable, Iterable, Sequence
 import pytest
 
 import kvcore.imports
-from building import content, full, groups_config, make_depot, mamba, token_bytes, window
+from building import (
+    content,
+    full,
+    groups_config,
+    make_depot,
+    mamba,
+    token_bytes,
+    truth_events,
+    window,
+)
 from importing import Entry, filled_runs, finish
 from kvcore.check import check
 from kvcore.content_run import ContentRun
@@ -104,7 +113,7 @@ def test_what_came_is_a_hit_told_as_any_and_evicted_tail_first() -> None:
     assert list(result.statuses[0]) == [IMPORTED] * 3
     assert states(depot) == {"cached": 3, "free": 5}
     assert depot.pool.free_queue.block_ids()[-3:] == [3, 2, 1]
-    events = depot.take_truth_events()
+    events = truth_events(depot)
     assert [
         (event.block_hashes, event.parent_block_hash, event.token_ids, event.extra_keys)
         for event in events
@@ -174,7 +183,7 @@ def test_parts_are_hits_as_they_come_and_kept_until_the_end() -> None:
     depot.imports.fill(found, {0: filled_runs(hashes[:3], contents[2:3], first=2)})
     result = depot.imports.finish(found)
     assert list(result.statuses[0]) == [IMPORTED, IMPORTED, IMPORTED, FAILED]
-    stored = [event for event in depot.take_truth_events() if isinstance(event, BlockStored)]
+    stored = [event for event in truth_events(depot) if isinstance(event, BlockStored)]
     assert [event.parent_block_hash for event in stored] == [None, *hashes[:2]]
     assert states(depot) == {"cached": 3, "free": 5}
 
@@ -185,7 +194,7 @@ def test_events_are_those_of_content_that_was_computed_here() -> None:
     there.allocate_slots(session, SlotRequest("a", content(range(13))))
     there.cache_blocks(session, "a", None, 12)
     bring(here, range(12))
-    assert here.take_truth_events() == there.take_truth_events()
+    assert truth_events(here) == truth_events(there)
 
 
 def test_a_block_behind_one_that_did_not_come_is_not_registered() -> None:
@@ -282,7 +291,7 @@ def test_cancelled() -> None:
     result = finish(depot, begin(depot, hashes), None)
     assert list(result.statuses[0]) == [FAILED] * 3
     assert states(depot) == {"free": 8}
-    assert depot.take_truth_events() == []
+    assert truth_events(depot) == []
 
 
 @pytest.mark.parametrize("scope", [None, ResetScope(lora_name="A")], ids=["all", "scope"])
@@ -333,7 +342,7 @@ def test_the_same_hashes_twice_at_once() -> None:
     assert list(finish(depot, second, filled(contents)).statuses[0]) == [IMPORTED] * 2
     assert list(finish(depot, first, filled(contents)).statuses[0]) == [PRESENT] * 2
     assert states(depot) == {"cached": 2, "free": 6}
-    assert len(depot.take_truth_events()) == 2
+    assert len(truth_events(depot)) == 2
 
 
 def test_a_scheduler_computes_meanwhile_what_is_on_its_way() -> None:
@@ -346,9 +355,9 @@ def test_a_scheduler_computes_meanwhile_what_is_on_its_way() -> None:
     # Registered, but nobody else may read it yet: what came is the first that can be.
     result = finish(depot, found, filled(contents))
     assert list(result.statuses[0]) == [IMPORTED] * 2
-    assert len(depot.take_truth_events()) == 2
+    assert len(truth_events(depot)) == 2
     session.begin(2, 1)
-    assert depot.take_truth_events() == []
+    assert truth_events(depot) == []
     assert states(depot) == {"live": 3, "cached": 2, "free": 3}
 
 
@@ -424,9 +433,9 @@ def test_the_blocks_for_external_tokens_are_filled_and_then_confirmed() -> None:
     result = finish(depot, found, {0: [Entry(IMPORTED)] * 2})
     assert result.num_tokens == 12
     assert states(depot) == {"live": 4, "free": 4}
-    depot.take_truth_events()
+    truth_events(depot)
     assert depot.cache_blocks(session, "a", None, result.num_tokens)
-    assert len(depot.take_truth_events()) == 2
+    assert len(truth_events(depot)) == 2
     assert states(depot) == {"live": 4, "free": 4}
 
 
@@ -473,7 +482,7 @@ def test_a_request_is_freed_midway(mode: FreeMode) -> None:
     result = finish(depot, found, {0: [Entry(IMPORTED)] * 3})
     assert result.num_tokens == 0
     assert states(depot) == {"free": 3}
-    assert depot.take_truth_events() == []
+    assert truth_events(depot) == []
     assert depot.allocate_slots(session, again).outcome is Outcome.OK
 
 
@@ -560,9 +569,9 @@ def test_after_a_forced_reset_the_request_goes_on_but_registers_nothing() -> Non
     found = depot.imports.begin_request("peer", session, "a")
     depot.reset_prefix_cache(ResetMode.FORCE)
     assert finish(depot, found, {0: [Entry(IMPORTED)] * 3}).num_tokens == 12
-    depot.take_truth_events()
+    truth_events(depot)
     depot.cache_blocks(session, "a", None, 12)
-    assert depot.take_truth_events() == []
+    assert truth_events(depot) == []
     assert states(depot) == {"live": 3, "free": 5}
 
 
@@ -573,9 +582,9 @@ def test_a_copy_that_is_here_already_is_none_of_the_request() -> None:
     bring(depot, range(12))  # after the look-up
     found = depot.imports.begin_request("peer", session, "a")
     assert finish(depot, found, {0: [Entry(IMPORTED)] * 3}).num_tokens == 12
-    depot.take_truth_events()
+    truth_events(depot)
     depot.cache_blocks(session, "a", None, 12)
-    assert depot.take_truth_events() == []  # it was told of before
+    assert truth_events(depot) == []  # it was told of before
     assert states(depot) == {"live": 3, "cached": 3, "free": 5}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from building import content, make_depot, token_bytes
+from building import content, make_depot, token_bytes, truth_events
 from kvcore.depot import Depot
 from kvcore.errors import InvalidArgument, NotFound, ResourceExhausted
 from kvcore.events import AllBlocksCleared, BlockRemoved
@@ -64,7 +64,7 @@ def test_force_goes_over_pinned_pending_detached_and_free_blocks() -> None:
     session.begin(None, None)
     admit(depot, other, "shares", PROMPT)
     admit(depot, session, "pending", range(40, 48))
-    depot.take_truth_events()
+    truth_events(depot)
 
     before = depot.pool.states()
     reset = depot.reset_prefix_cache(ResetMode.FORCE)
@@ -81,7 +81,7 @@ def test_force_goes_over_pinned_pending_detached_and_free_blocks() -> None:
     assert depot.audit() == []
     after = depot.pool.states()
     assert (after.live, after.cached) == (before.live, 0)
-    assert depot.take_truth_events() == [AllBlocksCleared(1)]
+    assert truth_events(depot) == [AllBlocksCleared(1)]
     assert depot.snapshot() == []
 
     # None of them comes back, whatever their holders do.
@@ -92,7 +92,7 @@ def test_force_goes_over_pinned_pending_detached_and_free_blocks() -> None:
     depot.return_blocks(session, ticket)
     for one, name in ((session, "running"), (other, "shares"), (session, "pending")):
         depot.free(one, name, FreeMode.FINISH, did_not_run=False)
-    assert depot.take_truth_events() == []
+    assert truth_events(depot) == []
     assert depot.pool.states().cached == 0
     assert depot.audit() == []
     for position, tokens in enumerate((range(8), range(20, 28), PROMPT, range(40, 48))):
@@ -166,9 +166,9 @@ def test_a_scoped_reset_says_what_is_gone_once() -> None:
         depot.allocate_slots(session, SlotRequest(name, introduced))
     admit(depot, session, "base", range(8))
     session.begin(None, None)
-    depot.take_truth_events()
+    truth_events(depot)
     depot.reset_prefix_cache(ResetMode.FORCE, ResetScope(lora_name="A"))
-    removed = depot.take_truth_events()
+    removed = truth_events(depot)
     assert [type(event) for event in removed] == [BlockRemoved, BlockRemoved]
     assert {event.reason for event in removed if isinstance(event, BlockRemoved)} == {"reset"}
     assert depot.pool.num_evictions == 0
@@ -242,9 +242,9 @@ def test_evicted_by_an_operator() -> None:
     session = depot.open_session("")
     admit(depot, session, "a", PROMPT)
     session.begin(None, None)
-    depot.take_truth_events()
+    truth_events(depot)
     assert depot.evict_blocks([2, 3, 4, 2]) == 2
-    assert len(depot.take_truth_events()) == 2
+    assert len(truth_events(depot)) == 2
     assert admit(depot, session, "b", PROMPT) == 4
     with pytest.raises(InvalidArgument):
         depot.evict_blocks([30])

@@ -9,7 +9,16 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from building import content, full, groups_config, make_depot, mamba, token_bytes, window
+from building import (
+    content,
+    full,
+    groups_config,
+    make_depot,
+    mamba,
+    token_bytes,
+    truth_events,
+    window,
+)
 from kvcore.block import KVCacheBlock
 from kvcore.check import check
 from kvcore.depot import Depot
@@ -310,7 +319,7 @@ class Sessions(RuleBasedStateMachine):
 
     @invariant()
     def followers_know_what_is_here(self) -> None:
-        for event in self.depot.take_truth_events():
+        for event in truth_events(self.depot):
             if isinstance(event, AllBlocksCleared):
                 self.mirror.clear()
             elif isinstance(event, BlockStored):

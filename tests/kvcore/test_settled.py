@@ -8,7 +8,16 @@ from random import Random
 
 import pytest
 
-from building import content, full, groups_config, make_request, mamba, token_bytes, window
+from building import (
+    content,
+    full,
+    groups_config,
+    make_request,
+    mamba,
+    token_bytes,
+    truth_events,
+    window,
+)
 from kvcore.check import check
 from kvcore.depot import Depot
 from kvcore.manager import KVCacheManager
@@ -108,7 +117,7 @@ def all_of(depot: Depot, session: Session) -> list[object]:
     """What a later call could depend on."""
     return [
         depot.pool.free_queue.block_ids(),
-        depot.take_truth_events(),
+        truth_events(depot),
         depot.stats(),
         [
             (

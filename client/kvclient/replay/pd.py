@@ -30,8 +30,6 @@ from kvclient.replay.settings import ReplaySettings
 _END_SECONDS = 120.0
 _NIXL_SECONDS = 30.0
 _POLL_SECONDS = 0.1
-PARTS = ("lookup", "allocate", "import", "confirm", "check", "compute")
-"""Of the time to the first token, on the decode side."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,7 +47,6 @@ class _Group:
 
     views: Sequence[Sequence[tuple[Any, int, int]]]
     dtype: Any
-    num_words: int
 
 
 class _Staging:
@@ -169,7 +168,7 @@ class PoolDevices:
                 views.append((view, begin, begin + count))
                 begin += count
             ranks.append(views)
-        return _Group(ranks, dtype, self._rank_bytes[group] // width)
+        return _Group(ranks, dtype)
 
     def _steps(self, group: int, num_blocks: int) -> Iterator[tuple[int, int]]:
         step = self.step(group)
