@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.mark.slow
 @pytest.mark.oracle
-@pytest.mark.timeout(660)
+@pytest.mark.timeout(1600)
 def test_every_row_is_measured(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     done = subprocess.run(
@@ -23,7 +23,7 @@ def test_every_row_is_measured(tmp_path: Path) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1500,
     )
     assert done.returncode == 0, done.stderr
     rows = json.loads(path.read_text())

@@ -28,7 +28,7 @@ def _works(python: str) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("python", OTHERS)
 def test_core_and_client(tmp_path: Path, python: str) -> None:
     if not _works(python):
