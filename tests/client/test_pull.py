@@ -97,7 +97,7 @@ def test_bytes_of_a_lease_that_ran_out_are_not_given_out(start: Start, pull: Pul
 
 
 def test_a_killed_process_is_unavailable(start: Start) -> None:
-    node = start(**LARGE, pull_bandwidth_bytes=1 << 20)
+    node = start(**LARGE, pull_bandwidth_bytes=1 << 19)
     hashes = [block_hash(0, number) for number in range(1, 33)]
     caught: list[KVDepotError] = []
 
@@ -118,7 +118,7 @@ def test_a_killed_process_is_unavailable(start: Start) -> None:
 
 
 def test_a_pull_that_is_closed_lets_go_of_its_blocks(start: Start) -> None:
-    node = start(**LARGE, pull_bandwidth_bytes=1 << 20)
+    node = start(**LARGE, pull_bandwidth_bytes=1 << 19)
     hashes = [block_hash(0, number) for number in range(1, 33)]
     with Client(node.target, timeout_s=20) as client:
         stream = client.pull_blocks(hashes)
@@ -145,7 +145,7 @@ def test_a_pull_that_is_let_go_of_lets_go_of_its_blocks(
 ) -> None:
     """Nobody closes it; its lease would run for another half minute."""
     monkeypatch.setattr(transfers, "HELD_BYTES_MAX", 1)
-    node = start(**LARGE, pull_bandwidth_bytes=1 << 20)
+    node = start(**LARGE, pull_bandwidth_bytes=1 << 19)
     hashes = [block_hash(0, number) for number in range(1, 33)]
     gc.disable()  # it needs no collection
     try:

@@ -228,11 +228,11 @@ def test_when_the_peers_agent_dies_the_stream_is_next(
     opened = len(source.opened)
     running = destination.begin_import(destination.job(source, blocks))
     eventually(lambda: len(source.opened) > opened)
-    time.sleep(0.5)  # the read begins, mostly, and waits for an answer
+    time.sleep(0.5)  # the read begins, if it is not late, and waits for an answer
     kill(pid, signal.SIGKILL)
     report, _ = running.result()
     first = report.failures[0]
-    assert first.path == NIXL and re.search(r"the read failed: nixl\w+Error", first.reason)
+    assert first.path == NIXL and re.search(r"nixl\w+Error", first.reason)
     assert report.path == GRPC  # where another process serves by now, or not yet
 
 
