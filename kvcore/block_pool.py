@@ -285,6 +285,45 @@ class BlockPool:
         elif self.publish_events:
             self.confirm(new_blocks)
 
+    def cache_full_block(
+        self,
+        request: Request,
+        block: KVCacheBlock,
+        position: int,
+        block_size: int,
+        group: int,
+        view: PoolView,
+        hash_ratio: int,
+    ) -> None:
+        """As cache_full_blocks, of one block, not null, without a hash: a decode step's."""
+        block_hash = request.block_hashes[(position + 1) * hash_ratio - 1]
+        block.block_hash = block_hash
+        block.group = group
+        index = self.indexes[group]
+        if index.entries.setdefault(block_hash, block) is not block:
+            index.insert(block_hash, block)
+        if request.has_extra_keys:
+            self.extras[block.block_id] = request.extra
+        if self.publish_events:
+            block.content = self.truth_feed.run(
+                request, position, position + 1, block_size, group, hash_ratio
+            )
+            block.content_position = 0
+        if self.enable_kv_cache_events:
+            span = range(position, position + 1)
+            self.vllm_feed.stored(
+                request,
+                span,
+                span=span,
+                block_size=block_size,
+                group=group,
+                hash_ratio=hash_ratio,
+            )
+        if view.step > view.completed_step:
+            view.add_pending([block])
+        elif self.publish_events:
+            self.confirm([block])
+
     def confirm(self, blocks: Iterable[KVCacheBlock]) -> None:
         """The blocks' bytes are written: everybody may read them."""
         indexes = self.indexes

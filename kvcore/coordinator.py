@@ -44,6 +44,8 @@ class KVCacheCoordinator(ABC):
         self.grows_by_table = all(
             type(manager).is_settled is base.is_settled for manager in self.managers
         )
+        # Whether cache_blocks registers every full block there is.
+        self.registers_all = type(self).cache_blocks is KVCacheCoordinator.cache_blocks
         self._stepping = tuple(
             manager
             for manager in self.managers

@@ -368,9 +368,18 @@ class Depot:
 
     def step(self, session: Session, step: Step) -> StepResult:
         """All operations of one scheduler step, in order."""
-        result = apply_step(self, session, step)
-        self.resets.settle()
+        result = self.answer_step(session, step)
+        self.finish_step(session)
         return result
+
+    def answer_step(self, session: Session, step: Step) -> StepResult:
+        """As ``step``, but for what no answer depends on: finish_step must come next."""
+        return apply_step(self, session, step)
+
+    def finish_step(self, session: Session) -> None:
+        """The rest of a Step."""
+        session.register()
+        self.resets.settle()
 
     # --- what is here -----------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from kvcore.coordinator import Tables
 from kvcore.coordinator_factory import make_coordinator
 from kvcore.errors import InvalidArgument
 from kvcore.events import Event
+from kvcore.growth import grow
 from kvcore.operation import NoFit, NoFitReason
 from kvcore.request import Request, RequestStatus
 from kvcore.spec import (
@@ -121,10 +122,13 @@ class KVCacheManager:
             for manager in self.coordinator.managers:
                 manager.new_block_ids = None
         self.max_model_len = config.max_model_len
+        # Of a request that grows, computed and new tokens.
+        self.quiet_end_max = min(config.max_model_len, config.max_request_tokens)
         self.enable_caching = config.enable_caching
         self.log_stats = log_stats
         self.watermark_blocks = int(config.watermark * config.kv_cache.num_blocks)
-        self.empty_kv_cache_blocks = KVCacheBlocks(tuple(() for _ in config.kv_cache.groups))
+        self.no_blocks: Tables = tuple(() for _ in config.kv_cache.groups)
+        self.empty_kv_cache_blocks = KVCacheBlocks(self.no_blocks)
         # Why the last allocate_slots that answered None did.
         self.last_refusal: NoFit | None = None
         self.prefix_cache_stats = PrefixCacheStats()
@@ -221,7 +225,8 @@ class KVCacheManager:
             and not reserved_blocks
             and not num_encoder_tokens
         ):
-            return self.grow(request, num_new_tokens, num_lookahead_tokens)
+            grown = grow(self, request, num_new_tokens, num_lookahead_tokens)
+            return None if grown is None else self.create_kv_cache_blocks(grown)
         coordinator = self.coordinator
         pool = self.block_pool
         request_id = request.request_id
@@ -281,84 +286,6 @@ class KVCacheManager:
         if self.enable_caching and not delay_cache_blocks and not request.outlived_reset:
             coordinator.cache_blocks(request, min(num_main, request.num_tokens))
         return self.create_kv_cache_blocks(new_blocks)
-
-    def grow(
-        self, request: Request, num_new_tokens: int, num_lookahead_tokens: int = 0
-    ) -> KVCacheBlocks | None:
-        """As allocate_slots, of a running request and without all that only others have."""
-        coordinator = self.coordinator
-        request_id, before = request.request_id, request.num_computed_tokens
-        max_model_len = self.max_model_len
-        num_computed = before if before < max_model_len else max_model_len
-        num_main = num_computed + num_new_tokens
-        num_slots = num_main + num_lookahead_tokens
-        if num_slots > max_model_len:
-            num_slots = max_model_len
-        num_to_cache = 0
-        if self.enable_caching and not request.outlived_reset:
-            num_to_cache = num_main if num_main < request.num_tokens else request.num_tokens
-        if coordinator.recycling:
-            coordinator.remove_skipped_blocks(request_id, num_computed, request.num_prompt_tokens)
-        if coordinator.grows_by_table:
-            # What most pools are made of: what there is to do is seen here, without calls.
-            num_needed, fills = 0, False
-            for manager in coordinator.managers:
-                block_size = manager.block_size
-                table = manager.req_to_blocks.get(request_id, ())
-                missing = -(-num_slots // block_size) - len(table)
-                if missing > 0:
-                    num_needed += missing
-                if num_to_cache // block_size > manager.num_cached_blocks.get(request_id, 0):
-                    fills = True
-            takes = num_needed > 0
-        else:
-            if self.is_settled(request, before, num_new_tokens, num_lookahead_tokens):
-                return self.empty_kv_cache_blocks
-            takes, fills = True, num_to_cache > 0
-            num_needed = coordinator.get_num_blocks_to_allocate(
-                request_id, num_slots, self.empty_kv_cache_blocks.blocks, before, num_main
-            )
-        new_blocks = self.empty_kv_cache_blocks
-        if takes:
-            num_free = self.block_pool.num_free_blocks(self.view)
-            if num_needed > num_free:
-                self.last_refusal = NoFit(num_needed, num_free, 0, 0)
-                return None
-            new_blocks = self.create_kv_cache_blocks(
-                coordinator.allocate_new_blocks(request_id, num_slots, num_main)
-            )
-        if fills:
-            coordinator.cache_blocks(request, num_to_cache)
-        return new_blocks
-
-    def is_settled(
-        self,
-        request: Request,
-        num_computed_tokens: int,
-        num_new_tokens: int,
-        num_lookahead_tokens: int = 0,
-    ) -> bool:
-        """Whether allocate_slots would answer no blocks, and change and refuse nothing.
-
-        Of a running request with ``num_computed_tokens``, without a hit. The usual
-        decode step is so, and to know it costs little.
-        """
-        max_model_len = self.max_model_len
-        end = num_computed_tokens + num_new_tokens
-        num_slots = end + num_lookahead_tokens
-        if num_slots > max_model_len:
-            if num_computed_tokens > max_model_len:
-                return False
-            num_slots = max_model_len
-        num_to_cache = 0
-        if self.enable_caching and not request.outlived_reset:
-            num_to_cache = end if end < request.num_tokens else request.num_tokens
-        for manager in self.coordinator.managers:
-            if not manager.is_settled(
-                request.request_id, num_computed_tokens, num_slots, num_to_cache
-            ):
-                return False
-        return True
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Make the full blocks within ``num_computed_tokens`` hits."""

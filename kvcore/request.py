@@ -98,10 +98,14 @@ class Request:
     def append(self, tokens: bytes) -> None:
         """Add ``tokens`` at the end; ``len(tokens)`` is a multiple of 4."""
         self.tokens += tokens
-        self.num_tokens = num_tokens = len(self.tokens) // TOKEN_BYTES
+        self.num_tokens = len(self.tokens) // TOKEN_BYTES
+        self.hash_full_blocks()
+
+    def hash_full_blocks(self) -> None:
+        """Hash the full blocks that are not hashed yet."""
         chain = self.hash_chain
-        if chain is not None and num_tokens // chain.block_size > len(self.block_hashes):
-            chain.extend(self.tokens, num_tokens)
+        if chain is not None and self.num_tokens // chain.block_size > len(self.block_hashes):
+            chain.extend(self.tokens, self.num_tokens)
 
     def truncate(self, num_tokens: int) -> None:
         """Keep the first ``num_tokens`` tokens, and the hashes of their full blocks."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from kvcore.block import KVCacheBlock
+from kvcore.coordinator import Tables
 from kvcore.errors import InvalidArgument, ResourceExhausted
+from kvcore.growth import Unregistered, grow
 from kvcore.hashing import ExtraKeys
 from kvcore.manager import KVCacheBlocks, KVCacheManager
 from kvcore.request import Request, RequestStatus
@@ -38,6 +40,10 @@ class Session:
         self.tickets: dict[int, DetachedBlocks] = {}
         # Of all requests.
         self.num_tokens = 0
+        # Empty between calls; None where that cannot wait.
+        self.unregistered: Unregistered | None = None
+        coordinator = manager.coordinator
+        self._registers_late = coordinator.grows_by_table and coordinator.registers_all
         # Attached under this session; they may write to its blocks.
         self.num_workers = 0
         # Whether the last call said which step it belongs to.
@@ -53,6 +59,7 @@ class Session:
             self.names_steps = False
             view.begin_step(view.step + 1, view.step, is_synchronous=True)
             self.manager.new_step_starts()
+            self.unregistered = {} if self._registers_late else None
             return
         if step is None or completed_step is None:
             missing = "step" if step is None else "completed_step"
@@ -72,6 +79,8 @@ class Session:
         if step > view.step:
             self.manager.new_step_starts()
         view.begin_step(step, completed_step)
+        # What counts as written at once is told at once.
+        self.unregistered = {} if self._registers_late and step > completed_step else None
 
     @property
     def num_blocks(self) -> int:
@@ -156,17 +165,32 @@ class Session:
         num_computed_tokens: int,
         num_new_tokens: int,
         num_lookahead_tokens: int,
-    ) -> KVCacheBlocks | None:
-        """As allocate, with the manager's grow."""
+    ) -> Tables | None:
+        """As allocate, with grow; ``register`` does the rest."""
         before = request.num_computed_tokens
         request.num_computed_tokens = num_computed_tokens
-        new_blocks = self.manager.grow(request, num_new_tokens, num_lookahead_tokens)
+        new_blocks = grow(
+            self.manager, request, num_new_tokens, num_lookahead_tokens, self.unregistered
+        )
         if new_blocks is None:
             request.num_computed_tokens = before
         else:
             request.registered_step = self.view.step
-            self._note_quiet(request)
         return new_blocks
+
+    def register(self) -> None:
+        """Hash and register the blocks that growth has filled.
+
+        No answer to growth depends on it, so that it can wait until the answer is sent.
+        Everything else does.
+        """
+        if self.unregistered:
+            cache_blocks = self.manager.coordinator.cache_blocks
+            for request, num_to_cache in self.unregistered.values():
+                request.hash_full_blocks()
+                if num_to_cache:
+                    cache_blocks(request, num_to_cache)
+            self.unregistered.clear()
 
     def num_slots(self, request: Request) -> int:
         """Token slots the request holds, in the group that holds the fewest.
@@ -180,28 +204,6 @@ class Session:
             ],
             default=self.config.max_model_len,
         )
-
-    def _note_quiet(self, request: Request) -> None:
-        """Remember how far a running request can grow until the managers have to be asked.
-
-        What shortens a table or its hits, or ends it, forgets it. A request whose groups
-        cannot tell is asked about each time.
-        """
-        request_id, num_computed = request.request_id, request.num_computed_tokens
-        chain, slots = request.hash_chain, self.config.max_model_len
-        end = min(slots, self.config.max_request_tokens)
-        if chain is not None:
-            before_next_hash = (len(chain.hashes) + 1) * chain.block_size - 1
-            if before_next_hash < end:
-                end = before_next_hash
-        registers = chain is not None and not request.outlived_reset
-        for manager in self.manager.coordinator.managers:
-            group_slots, group_end = manager.quiet_limits(request_id, num_computed, registers)
-            if group_slots < slots:
-                slots = group_slots
-            if group_end < end:
-                end = group_end
-        request.quiet_slots, request.quiet_end = slots, end
 
     def forget_unwritten(self, request: Request) -> None:
         """The request did not run: what its last allocation registered holds no bytes.

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import struct
 from array import array
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvcore.columns import int32, little_endian, outcomes, tokens_by_row, uint8
 from kvcore.content import write_tokens
 from kvcore.errors import InvalidArgument, KVDepotError
+from kvcore.growth import is_settled
 from kvcore.holders import explained
 from kvcore.operation import (
     NO_CACHE,
@@ -33,28 +36,17 @@ if TYPE_CHECKING:
 # Reading a member off its enum costs 0.1 us and more on Python 3.11: too much in a loop.
 _OK, _NO_FIT, _NOT_ATTEMPTED = Outcome.OK, Outcome.NO_FIT, Outcome.NOT_ATTEMPTED
 _UNKNOWN_HANDLE, _NO_BUDGET = Outcome.UNKNOWN_HANDLE, Outcome.NO_BUDGET
+_INVALID = Outcome.INVALID
 _RUNNING = RequestStatus.RUNNING
+_NO_LIMIT = 1 << 62
 
 
 def apply_step(depot: Depot, session: Session, step: Step) -> StepResult:
-    """Apply ``step``. Columns that do not fit together raise, and nothing is done."""
+    """Apply ``step``. Columns that do not fit together raise, and nothing is done.
+
+    What its growth filled is left for ``session.register()``.
+    """
     return _StepRun(depot, session, step).run()
-
-
-def _int32(column: bytes, name: str, count: int | None = None) -> list[int]:
-    if len(column) % 4:
-        raise InvalidArgument(f"{len(column)} bytes are not whole int32", field=name)
-    if count is not None and len(column) != 4 * count:
-        raise InvalidArgument(
-            f"{len(column) // 4} entries, where the handles have {count}", field=name
-        )
-    return list(struct.unpack(f"<{len(column) // 4}i", column))
-
-
-def _uint8(column: bytes, name: str, count: int, default: int) -> bytes:
-    if column and len(column) != count:
-        raise InvalidArgument(f"{len(column)} entries, where the handles have {count}", field=name)
-    return column or bytes((default,)) * count
 
 
 class _StepRun:
@@ -67,13 +59,14 @@ class _StepRun:
         no_entries: list[int] = []
         self.grow_handles = self.grow_computed = self.grow_new = no_entries
         self.grow_offsets = self.grow_appended = no_entries
+        self.grow_tokens: Sequence[bytes] = ()
         self.cache_handles = self.cache_computed = self.free_handles = no_entries
         self.free_modes = self.free_did_not_run = b""
         if step.grow is not NO_GROW:
             self._decode_grow(step.grow)
         if step.cache is not NO_CACHE:
-            self.cache_handles = _int32(step.cache.handles, "cache.handles")
-            self.cache_computed = _int32(
+            self.cache_handles = int32(step.cache.handles, "cache.handles")
+            self.cache_computed = int32(
                 step.cache.num_computed_tokens,
                 "cache.num_computed_tokens",
                 len(self.cache_handles),
@@ -93,7 +86,6 @@ class _StepRun:
         self.grow_outcomes = bytearray((_OK,)) * num_grow
         self.grow_counts = [array("i", bytes(4 * num_grow)) for _ in groups]
         self.grow_ids = [array("i") for _ in groups]
-        self.token_position = 0
         self.cache_outcomes = bytearray()
         self.free_outcomes = bytearray()
         self.tickets: list[int] = []
@@ -102,15 +94,16 @@ class _StepRun:
         self.errors: list[OperationError] = []
 
     def _decode_grow(self, grow: Grow) -> None:
-        self.grow_handles = _int32(grow.handles, "grow.handles")
+        self.grow_handles = int32(grow.handles, "grow.handles")
         num_grow = len(self.grow_handles)
-        self.grow_computed = _int32(grow.num_computed_tokens, "grow.num_computed_tokens", num_grow)
-        self.grow_new = _int32(grow.num_new_tokens, "grow.num_new_tokens", num_grow)
+        self.grow_computed = int32(grow.num_computed_tokens, "grow.num_computed_tokens", num_grow)
+        self.grow_new = int32(grow.num_new_tokens, "grow.num_new_tokens", num_grow)
         if not (grow.token_counts or grow.token_offsets or grow.tokens):
             self.grow_offsets = self.grow_appended = [0] * num_grow
+            self.grow_tokens = [b""] * num_grow
             return
-        self.grow_offsets = _int32(grow.token_offsets, "grow.token_offsets", num_grow)
-        self.grow_appended = _int32(grow.token_counts, "grow.token_counts", num_grow)
+        self.grow_offsets = int32(grow.token_offsets, "grow.token_offsets", num_grow)
+        self.grow_appended = int32(grow.token_counts, "grow.token_counts", num_grow)
         if min(self.grow_appended, default=0) < 0:
             raise InvalidArgument("a count is negative", field="grow.token_counts")
         if len(grow.tokens) != TOKEN_BYTES * sum(self.grow_appended):
@@ -119,12 +112,13 @@ class _StepRun:
                 f"{sum(self.grow_appended)} tokens of {TOKEN_BYTES}",
                 field="grow.tokens",
             )
+        self.grow_tokens = tokens_by_row(grow.tokens, self.grow_appended)
 
     def _decode_free(self, free: Free) -> None:
-        self.free_handles = _int32(free.handles, "free.handles")
+        self.free_handles = int32(free.handles, "free.handles")
         num_free = len(self.free_handles)
-        self.free_modes = _uint8(free.modes, "free.modes", num_free, FreeMode.FINISH)
-        self.free_did_not_run = _uint8(free.did_not_run, "free.did_not_run", num_free, 0)
+        self.free_modes = uint8(free.modes, "free.modes", num_free, FreeMode.FINISH)
+        self.free_did_not_run = uint8(free.did_not_run, "free.did_not_run", num_free, 0)
         for mode in self.free_modes:
             if not FreeMode.FINISH <= mode <= FreeMode.DETACH:
                 raise InvalidArgument(f"{mode} is not a FreeMode", field="free.modes")
@@ -151,21 +145,23 @@ class _StepRun:
 
     def run(self) -> StepResult:
         for kind, count in self.step.runs:
+            if kind == OperationKind.GROW:
+                self._grow(count)
+                continue
+            self.session.register()
             if kind == OperationKind.ADMIT:
                 self._admit(count)
-            elif kind == OperationKind.GROW:
-                self._grow(count)
             elif kind == OperationKind.CACHE:
                 self._cache(count)
             else:
                 self._free(count)
         return StepResult(
             admissions=self.admissions,
-            grow_outcomes=_outcomes(self.grow_outcomes),
-            grow_counts=[_little_endian(column) for column in self.grow_counts],
-            grow_ids=[_little_endian(column) for column in self.grow_ids],
-            cache_outcomes=_outcomes(self.cache_outcomes),
-            free_outcomes=_outcomes(self.free_outcomes),
+            grow_outcomes=outcomes(self.grow_outcomes),
+            grow_counts=[little_endian(column) for column in self.grow_counts],
+            grow_ids=[little_endian(column) for column in self.grow_ids],
+            cache_outcomes=outcomes(self.cache_outcomes),
+            free_outcomes=outcomes(self.free_outcomes),
             free_tickets=(
                 struct.pack(f"<{len(self.tickets)}Q", *self.tickets) if any(self.tickets) else b""
             ),
@@ -199,76 +195,102 @@ class _StepRun:
             self.index += 1
 
     def _grow(self, count: int) -> None:
-        session, tokens = self.session, self.step.grow.tokens
-        lookahead = self.step.grow.num_lookahead_tokens
-        find_request, present_step = session.by_handle.get, session.view.step
+        session = self.session
+        lookahead, present_step = self.step.grow.num_lookahead_tokens, session.view.step
         first, first_index = self.num_grown, self.index
         self.num_grown = stop = first + count
+        self.index = first_index + count
+        if self.stopped:
+            self.grow_outcomes[first:stop] = bytes((_NOT_ATTEMPTED,)) * count
+            return
+        computed, new = self.grow_computed[first:stop], self.grow_new[first:stop]
         appended = self.grow_appended[first:stop]
-        has_room = session.num_tokens + sum(appended) <= session.config.max_tokens_per_session
-        has_budget, token_stop = self.budget is not None, self.token_position
-        for position, handle, num_computed, num_new, offset, num_appended in zip(
+        budget = _NO_LIMIT if self.budget is None else self.budget
+        num_usually_appended = 0
+        # A run that may break a rule, or exhaust the session, is looked at row by row.
+        in_full = (
+            min(computed, default=0) < 0
+            or min(new, default=1) < 1
+            or session.num_tokens + sum(appended) > session.config.max_tokens_per_session
+        )
+        for position, request, num_computed, num_new, offset, num_appended, tokens in zip(
             range(first, stop),
-            self.grow_handles[first:stop],
-            self.grow_computed[first:stop],
-            self.grow_new[first:stop],
+            map(session.by_handle.get, self.grow_handles[first:stop]),
+            computed,
+            new,
             self.grow_offsets[first:stop],
             appended,
+            self.grow_tokens[first:stop],
             strict=True,
         ):
-            token_start = token_stop
-            token_stop += TOKEN_BYTES * num_appended
-            if self.stopped:
-                self.grow_outcomes[position] = _NOT_ATTEMPTED
-                continue
-            request = find_request(handle)
             if request is None:
                 self.grow_outcomes[position] = _UNKNOWN_HANDLE
                 continue
+            num_tokens = request.num_tokens
             end = num_computed + num_new
-            num_tokens = request.num_tokens + num_appended
             if (
-                num_computed < end <= (quiet_end := request.quiet_end)
-                and 0 <= num_computed <= num_tokens <= quiet_end
+                end <= (quiet_end := request.quiet_end)
                 and end + lookahead <= request.quiet_slots
-                and (not num_appended or (has_room and offset == request.num_tokens))
-                and not (has_budget and self._exceeds_budget(num_new))
+                and (offset == num_tokens or not tokens)
+                and num_computed <= (num_tokens := num_tokens + num_appended) <= quiet_end
+                and num_new <= budget
+                and not in_full
             ):
                 # The usual row, of which there are hundreds: nothing but counts changes.
-                if num_appended:
-                    request.tokens += tokens[token_start:token_stop]
+                if tokens:
+                    request.tokens += tokens
                     request.num_tokens = num_tokens
-                    session.num_tokens += num_appended
+                    num_usually_appended += num_appended
                 request.num_computed_tokens = num_computed
                 request.registered_step = present_step
-                if has_budget:
-                    self._spend(num_new)
+                budget -= num_new
                 continue
-            self.index = first_index + position - first
-            try:
-                outcome = self._grow_in_full(
-                    request, position, tokens[token_start:token_stop], lookahead
-                )
-            except KVDepotError as error:
-                outcome = self._invalid(error)
-            if outcome is not _OK:
+            outcome = _NO_BUDGET
+            if num_new <= budget:
+                try:
+                    outcome = self._grow_in_full(request, position, tokens, lookahead)
+                except KVDepotError as error:
+                    self.errors.append(OperationError(first_index + position - first, error))
+                    outcome = _INVALID
+            if outcome is _OK:
+                budget -= num_new
+            else:
                 self.grow_outcomes[position] = outcome
-                self._refuse()
-        self.index = first_index + count
-        self.token_position = token_stop
+                if self.step.on_no_fit_stop:
+                    self.stopped = True
+                    rest = stop - position - 1
+                    self.grow_outcomes[position + 1 : stop] = bytes((_NOT_ATTEMPTED,)) * rest
+                    break
+        session.num_tokens += num_usually_appended
+        if self.budget is not None:
+            self.budget = budget
 
     def _grow_in_full(
         self, request: Request, position: int, tokens: bytes, num_lookahead_tokens: int
     ) -> Outcome:
         session, manager = self.session, self.session.manager
         num_computed, num_new = self.grow_computed[position], self.grow_new[position]
-        if self._exceeds_budget(num_new):
-            return _NO_BUDGET
+        unregistered = session.unregistered
+        if unregistered and request.handle in unregistered:
+            session.register()
         if tokens:
-            offset = self.grow_offsets[position]
+            offset, num_appended = self.grow_offsets[position], self.grow_appended[position]
+            config, num_tokens = session.config, request.num_tokens + num_appended
             if offset < 0:
                 raise InvalidArgument(f"offset {offset} is negative", field="grow.token_offsets")
-            write_tokens(session, request, offset, tokens)
+            if (
+                unregistered is not None
+                and offset == request.num_tokens
+                and num_tokens <= config.max_request_tokens
+                and session.num_tokens + num_appended <= config.max_tokens_per_session
+            ):
+                request.tokens += tokens
+                request.num_tokens = num_tokens
+                session.num_tokens += num_appended
+                unregistered[request.handle] = (request, 0)
+            else:
+                session.register()
+                write_tokens(session, request, offset, tokens)
         if (
             num_new <= 0
             or not 0 <= num_computed <= request.num_tokens
@@ -278,8 +300,8 @@ class _StepRun:
             raise _bad_growth(request.status, num_computed, num_new)
         if num_computed > request.quiet_slots and num_computed > session.num_slots(request):
             raise _bad_growth(request.status, num_computed, num_new)
-        if self.blocks_left <= 0 and not manager.is_settled(
-            request, num_computed, num_new, num_lookahead_tokens
+        if self.blocks_left <= 0 and not is_settled(
+            manager, request, num_computed, num_new, num_lookahead_tokens
         ):
             return _NO_BUDGET
         new_blocks = session.grow(request, num_computed, num_new, num_lookahead_tokens)
@@ -288,12 +310,11 @@ class _StepRun:
             if self.no_fit is None:
                 self.no_fit = self._explained(manager.last_refusal)
             return _NO_FIT
-        if new_blocks is not manager.empty_kv_cache_blocks:
-            for group, blocks in enumerate(new_blocks.blocks):
+        for group, blocks in enumerate(new_blocks):
+            if blocks:
                 self.grow_counts[group][position] = len(blocks)
                 self.grow_ids[group].extend([block.block_id for block in blocks])
                 self.blocks_left -= len(blocks)
-        self._spend(num_new)
         return _OK
 
     def _cache(self, count: int) -> None:
@@ -337,9 +358,6 @@ class _StepRun:
             self.tickets.append(ticket)
             self.index += 1
 
-    def _exceeds_budget(self, num_tokens: int) -> bool:
-        return self.budget is not None and num_tokens > self.budget
-
     def _spend(self, num_tokens: int) -> None:
         if self.budget is not None:
             self.budget -= num_tokens
@@ -376,11 +394,3 @@ def _bad_growth(status: RequestStatus, num_computed: int, num_new: int) -> Inval
         "request's tokens and slots, the new ones at least 1 and within max_model_len",
         field="grow.num_computed_tokens",
     )
-
-
-def _outcomes(column: bytearray) -> bytes:
-    return b"" if column.count(Outcome.OK) == len(column) else bytes(column)
-
-
-def _little_endian(column: array[int]) -> bytes:
-    return struct.pack(f"<{len(column)}i", *column)

@@ -30,10 +30,6 @@ def _is_never_settled(*_: object) -> bool:
     return False
 
 
-def _is_never_quiet(*_: object) -> tuple[int, int]:
-    return 0, 0
-
-
 class SingleTypeKVCacheManager(ABC):
     """The block tables of one session in one group.
 
@@ -49,8 +45,6 @@ class SingleTypeKVCacheManager(ABC):
     def __init_subclass__(cls) -> None:
         if "is_settled" not in vars(cls) and not _ALLOCATES.isdisjoint(vars(cls)):
             cls.is_settled = _is_never_settled  # type: ignore[assignment,method-assign]
-        if "quiet_limits" not in vars(cls) and "is_settled" in vars(cls):
-            cls.quiet_limits = _is_never_quiet  # type: ignore[assignment,method-assign]
 
     def __init__(
         self, spec: KVCacheSpec, *, pool: BlockPool, view: PoolView, group: int, config: DepotConfig
@@ -162,7 +156,13 @@ class SingleTypeKVCacheManager(ABC):
         if table is None:
             table = self.req_to_blocks[request_id] = []
         num_new = -(-num_tokens // self.block_size) - len(table)
-        return [] if num_new <= 0 else self._extend(table, num_new)
+        if num_new <= 0:
+            return []
+        new_blocks = self.pool.take(num_new, self.view)
+        table += new_blocks
+        if self.new_block_ids is not None and self._is_zeroed:
+            self.new_block_ids.extend([block.block_id for block in new_blocks])
+        return new_blocks
 
     def _extend(self, table: list[KVCacheBlock], num_blocks: int) -> list[KVCacheBlock]:
         if num_blocks <= 0:
@@ -212,29 +212,18 @@ class SingleTypeKVCacheManager(ABC):
         num_skipped = self.get_num_skipped_tokens(num_computed_tokens) // block_size
         return num_skipped <= 0 or not table or table[min(num_skipped, len(table)) - 1].is_null
 
-    def quiet_limits(
-        self, request_id: str, num_computed_tokens: int, registers: bool
-    ) -> tuple[int, int]:
-        """Up to how many slots, and how many computed and new tokens, is_settled holds.
+    def window_end(self, num_computed_tokens: int) -> int:
+        """How many computed and new tokens there can be until a window passes a block.
 
-        From a successful allocation at ``num_computed_tokens`` on, while the table is not
-        cut and no later window is asked for. ``registers``: full blocks become hits.
-        (0, 0), which says nothing, is always right, and is what a manager answers that has
-        an is_settled of its own.
+        From a successful allocation at ``num_computed_tokens`` on, while no later window
+        is asked for. A window moves by a token a token at most, but chunks do not.
         """
         block_size = self.block_size
-        num_slots = len(self.req_to_blocks.get(request_id, ())) * block_size
-        end = num_slots
-        if registers:
-            end = (self.num_cached_blocks.get(request_id, 0) + 1) * block_size - 1
-        if self.recycles:
-            # A window moves by a token a token at most, but chunks do not.
-            skipped = self.get_num_skipped_tokens(num_computed_tokens)
-            last = num_computed_tokens + block_size - 1 - max(0, skipped) % block_size
-            if self.get_num_skipped_tokens(last) // block_size > max(0, skipped) // block_size:
-                last = num_computed_tokens
-            end = min(end, last + 1)
-        return num_slots, end
+        skipped = max(0, self.get_num_skipped_tokens(num_computed_tokens))
+        last = num_computed_tokens + block_size - 1 - skipped % block_size
+        if self.get_num_skipped_tokens(last) // block_size > skipped // block_size:
+            last = num_computed_tokens
+        return last + 1
 
     def take_new_block_ids(self) -> list[int]:
         """Ids of the blocks taken since the last call, for zeroing."""
@@ -294,17 +283,36 @@ class SingleTypeKVCacheManager(ABC):
         num_cached = self.num_cached_blocks.get(request_id, 0)
         if num_cached >= num_full:
             return
-        self.pool.cache_full_blocks(
-            request,
-            self.req_to_blocks[request_id],
-            num_cached_blocks=num_cached,
-            num_full_blocks=num_full,
-            block_size=self.block_size,
-            group=self.group,
-            view=self.view,
-            hash_ratio=self.hash_ratio,
-            block_mask=self.reachable_block_mask(num_cached, num_full, request.num_prompt_tokens),
-        )
+        table = self.req_to_blocks[request_id]
+        mask = self.reachable_block_mask(num_cached, num_full, request.num_prompt_tokens)
+        block = table[num_cached]
+        if (
+            num_full == num_cached + 1
+            and mask is None
+            and block.block_hash is None
+            and not block.is_null
+        ):
+            self.pool.cache_full_block(
+                request,
+                block,
+                num_cached,
+                self.block_size,
+                self.group,
+                self.view,
+                self.hash_ratio,
+            )
+        else:
+            self.pool.cache_full_blocks(
+                request,
+                table,
+                num_cached_blocks=num_cached,
+                num_full_blocks=num_full,
+                block_size=self.block_size,
+                group=self.group,
+                view=self.view,
+                hash_ratio=self.hash_ratio,
+                block_mask=mask,
+            )
         self.num_cached_blocks[request_id] = num_full
         step = self.view.step
         registered = self.registered.get(request_id)
