@@ -12,7 +12,7 @@ from kvcore.operation import Outcome
 from kvcore.request import TOKEN_BYTES
 
 
-def int32(column: bytes, name: str, count: int | None = None) -> list[int]:
+def int32(column: bytes, name: str, count: int | None = None) -> tuple[int, ...]:
     """The integers. InvalidArgument unless they are whole, and ``count`` if that is given."""
     if len(column) % 4:
         raise InvalidArgument(f"{len(column)} bytes are not whole int32", field=name)
@@ -20,7 +20,7 @@ def int32(column: bytes, name: str, count: int | None = None) -> list[int]:
         raise InvalidArgument(
             f"{len(column) // 4} entries, where the handles have {count}", field=name
         )
-    return list(struct.unpack(f"<{len(column) // 4}i", column))
+    return struct.unpack(f"<{len(column) // 4}i", column)
 
 
 def uint8(column: bytes, name: str, count: int, default: int) -> bytes:

@@ -100,7 +100,8 @@ def grow(
         group_end = group.window_end(before)
         if group_end < quiet_end:
             quiet_end = group_end
-    request.quiet_slots, request.quiet_end = quiet_slots, quiet_end
+    request.quiet_slots = quiet_slots
+    request.quiet_end = quiet_end if quiet_end < quiet_slots else quiet_slots
     return new_blocks
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from kvcore.block import KVCacheBlock
-from kvcore.coordinator import Tables
 from kvcore.errors import InvalidArgument, ResourceExhausted
-from kvcore.growth import Unregistered, grow
+from kvcore.growth import Unregistered
 from kvcore.hashing import ExtraKeys
 from kvcore.manager import KVCacheBlocks, KVCacheManager
 from kvcore.request import Request, RequestStatus
@@ -114,6 +113,13 @@ class Session:
                 retryable=True,
             )
 
+    def has_room(self, request: Request, num_tokens: int) -> bool:
+        """Whether ``num_tokens`` more are too many neither for the request nor in all."""
+        return (
+            request.num_tokens + num_tokens <= self.config.max_request_tokens
+            and self.num_tokens + num_tokens <= self.config.max_tokens_per_session
+        )
+
     def add(self, request: Request) -> None:
         """Know a new request."""
         self.requests[request.request_id] = request
@@ -152,25 +158,6 @@ class Session:
         request.num_computed_tokens = num_computed_tokens
         new_blocks = self.manager.allocate_slots(
             request, num_new_tokens, num_new_computed_tokens, hit, **options
-        )
-        if new_blocks is None:
-            request.num_computed_tokens = before
-        else:
-            request.registered_step = self.view.step
-        return new_blocks
-
-    def grow(
-        self,
-        request: Request,
-        num_computed_tokens: int,
-        num_new_tokens: int,
-        num_lookahead_tokens: int,
-    ) -> Tables | None:
-        """As allocate, with grow; ``register`` does the rest."""
-        before = request.num_computed_tokens
-        request.num_computed_tokens = num_computed_tokens
-        new_blocks = grow(
-            self.manager, request, num_new_tokens, num_lookahead_tokens, self.unregistered
         )
         if new_blocks is None:
             request.num_computed_tokens = before

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvcore.columns import int32, little_endian, outcomes, tokens_by_row, uint8
 from kvcore.content import write_tokens
 from kvcore.errors import InvalidArgument, KVDepotError
-from kvcore.growth import is_settled
+from kvcore.growth import grow, is_settled
 from kvcore.holders import explained
 from kvcore.operation import (
     NO_CACHE,
@@ -36,9 +36,7 @@ if TYPE_CHECKING:
 # Reading a member off its enum costs 0.1 us and more on Python 3.11: too much in a loop.
 _OK, _NO_FIT, _NOT_ATTEMPTED = Outcome.OK, Outcome.NO_FIT, Outcome.NOT_ATTEMPTED
 _UNKNOWN_HANDLE, _NO_BUDGET = Outcome.UNKNOWN_HANDLE, Outcome.NO_BUDGET
-_INVALID = Outcome.INVALID
 _RUNNING = RequestStatus.RUNNING
-_NO_LIMIT = 1 << 62
 
 
 def apply_step(depot: Depot, session: Session, step: Step) -> StepResult:
@@ -56,7 +54,7 @@ class _StepRun:
         self.depot = depot
         self.session = session
         self.step = step
-        no_entries: list[int] = []
+        no_entries: Sequence[int] = ()
         self.grow_handles = self.grow_computed = self.grow_new = no_entries
         self.grow_offsets = self.grow_appended = no_entries
         self.grow_tokens: Sequence[bytes] = ()
@@ -197,75 +195,74 @@ class _StepRun:
     def _grow(self, count: int) -> None:
         session = self.session
         lookahead, present_step = self.step.grow.num_lookahead_tokens, session.view.step
-        first, first_index = self.num_grown, self.index
-        self.num_grown = stop = first + count
-        self.index = first_index + count
-        if self.stopped:
-            self.grow_outcomes[first:stop] = bytes((_NOT_ATTEMPTED,)) * count
-            return
-        computed, new = self.grow_computed[first:stop], self.grow_new[first:stop]
-        appended = self.grow_appended[first:stop]
-        budget = _NO_LIMIT if self.budget is None else self.budget
-        num_usually_appended = 0
-        # A run that may break a rule, or exhaust the session, is looked at row by row.
-        in_full = (
-            min(computed, default=0) < 0
-            or min(new, default=1) < 1
-            or session.num_tokens + sum(appended) > session.config.max_tokens_per_session
+        first, self.num_grown = self.num_grown, self.num_grown + count
+        rows = slice(first, first + count)
+        computed, new = self.grow_computed[rows], self.grow_new[rows]
+        appended = self.grow_appended[rows]
+        # What all rows together keep to is not looked at row by row.
+        is_plain = (
+            not self.stopped
+            and min(computed, default=0) >= 0
+            and min(new, default=1) > 0
+            and (self.budget is None or sum(new) <= self.budget)
+            and session.num_tokens + sum(appended) <= session.config.max_tokens_per_session
         )
         for position, request, num_computed, num_new, offset, num_appended, tokens in zip(
-            range(first, stop),
-            map(session.by_handle.get, self.grow_handles[first:stop]),
+            range(first, first + count),
+            map(session.by_handle.get, self.grow_handles[rows]),
             computed,
             new,
-            self.grow_offsets[first:stop],
+            self.grow_offsets[rows],
             appended,
-            self.grow_tokens[first:stop],
+            self.grow_tokens[rows],
             strict=True,
         ):
-            if request is None:
-                self.grow_outcomes[position] = _UNKNOWN_HANDLE
-                continue
-            num_tokens = request.num_tokens
-            end = num_computed + num_new
             if (
-                end <= (quiet_end := request.quiet_end)
-                and end + lookahead <= request.quiet_slots
-                and (offset == num_tokens or not tokens)
+                is_plain
+                and request is not None
+                and (end := num_computed + num_new) <= (quiet_end := request.quiet_end)
+                and (not lookahead or end + lookahead <= request.quiet_slots)
+                and (offset == (num_tokens := request.num_tokens) or not tokens)
                 and num_computed <= (num_tokens := num_tokens + num_appended) <= quiet_end
-                and num_new <= budget
-                and not in_full
             ):
                 # The usual row, of which there are hundreds: nothing but counts changes.
                 if tokens:
                     request.tokens += tokens
                     request.num_tokens = num_tokens
-                    num_usually_appended += num_appended
+                    session.num_tokens += num_appended
                 request.num_computed_tokens = num_computed
                 request.registered_step = present_step
-                budget -= num_new
+                if self.budget is not None:
+                    self.budget -= num_new
                 continue
-            outcome = _NO_BUDGET
-            if num_new <= budget:
-                try:
-                    outcome = self._grow_in_full(request, position, tokens, lookahead)
-                except KVDepotError as error:
-                    self.errors.append(OperationError(first_index + position - first, error))
-                    outcome = _INVALID
-            if outcome is _OK:
-                budget -= num_new
+            if self.stopped:
+                self.grow_outcomes[position] = _NOT_ATTEMPTED
+            elif request is None:
+                self.grow_outcomes[position] = _UNKNOWN_HANDLE
             else:
-                self.grow_outcomes[position] = outcome
-                if self.step.on_no_fit_stop:
-                    self.stopped = True
-                    rest = stop - position - 1
-                    self.grow_outcomes[position + 1 : stop] = bytes((_NOT_ATTEMPTED,)) * rest
-                    break
-        session.num_tokens += num_usually_appended
-        if self.budget is not None:
-            self.budget = budget
+                self.index += position - first
+                self._grow_in_full(request, position, tokens, lookahead)
+                self.index -= position - first
+                is_plain = is_plain and not self.stopped
+        self.index += count
 
     def _grow_in_full(
+        self, request: Request, position: int, tokens: bytes, num_lookahead_tokens: int
+    ) -> None:
+        if self.budget is not None and self.grow_new[position] > self.budget:
+            outcome = _NO_BUDGET
+        else:
+            try:
+                outcome = self._grow_one(request, position, tokens, num_lookahead_tokens)
+            except KVDepotError as error:
+                outcome = self._invalid(error)
+        if outcome is _OK:
+            self._spend(self.grow_new[position])
+        else:
+            self.grow_outcomes[position] = outcome
+            self._refuse()
+
+    def _grow_one(
         self, request: Request, position: int, tokens: bytes, num_lookahead_tokens: int
     ) -> Outcome:
         session, manager = self.session, self.session.manager
@@ -274,18 +271,17 @@ class _StepRun:
         if unregistered and request.handle in unregistered:
             session.register()
         if tokens:
-            offset, num_appended = self.grow_offsets[position], self.grow_appended[position]
-            config, num_tokens = session.config, request.num_tokens + num_appended
+            offset, num_tokens = self.grow_offsets[position], request.num_tokens
             if offset < 0:
                 raise InvalidArgument(f"offset {offset} is negative", field="grow.token_offsets")
             if (
                 unregistered is not None
-                and offset == request.num_tokens
-                and num_tokens <= config.max_request_tokens
-                and session.num_tokens + num_appended <= config.max_tokens_per_session
+                and offset == num_tokens
+                and session.has_room(request, len(tokens) // TOKEN_BYTES)
             ):
+                num_appended = self.grow_appended[position]
                 request.tokens += tokens
-                request.num_tokens = num_tokens
+                request.num_tokens = num_tokens + num_appended
                 session.num_tokens += num_appended
                 unregistered[request.handle] = (request, 0)
             else:
@@ -304,17 +300,23 @@ class _StepRun:
             manager, request, num_computed, num_new, num_lookahead_tokens
         ):
             return _NO_BUDGET
-        new_blocks = session.grow(request, num_computed, num_new, num_lookahead_tokens)
+        before, request.num_computed_tokens = request.num_computed_tokens, num_computed
+        new_blocks = grow(manager, request, num_new, num_lookahead_tokens, unregistered)
         if new_blocks is None:
+            request.num_computed_tokens = before
             self.depot.num_refusals += 1
             if self.no_fit is None:
                 self.no_fit = self._explained(manager.last_refusal)
             return _NO_FIT
-        for group, blocks in enumerate(new_blocks):
-            if blocks:
-                self.grow_counts[group][position] = len(blocks)
-                self.grow_ids[group].extend([block.block_id for block in blocks])
-                self.blocks_left -= len(blocks)
+        request.registered_step = session.view.step
+        if new_blocks is not manager.no_blocks:
+            for blocks, counts, ids in zip(
+                new_blocks, self.grow_counts, self.grow_ids, strict=True
+            ):
+                if blocks:
+                    counts[position] = len(blocks)
+                    ids.extend([block.block_id for block in blocks])
+                    self.blocks_left -= len(blocks)
         return _OK
 
     def _cache(self, count: int) -> None:

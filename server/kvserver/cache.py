@@ -17,7 +17,7 @@ from kvdepot.v1 import cache_pb2 as pb
 from kvdepot.v1 import types_pb2
 from kvserver import convert
 from kvserver.node import Node
-from kvserver.rpc import Context, Handler, Request, RpcCounts, Rpcs
+from kvserver.rpc import Context, Handler, Request, RpcCounts, Rpcs, write_then
 from kvserver.unread import LARGE_BYTES
 
 SERVICE = pb.DESCRIPTOR.services_by_name["KVCacheService"].full_name
@@ -148,7 +148,7 @@ class CacheService:
         return convert.reset_response(result, epoch=self._epoch)
 
     def step(self, request: pb.StepRequest) -> bytes:
-        """Step, and each message of StepStream: one sequence, interchangeable replies."""
+        """Step: one sequence with StepStream, interchangeable replies."""
         return self._node.call("Step", self._step, request)
 
     def _step(self, session: Session, request: pb.StepRequest) -> pb.StepResponse:
@@ -173,7 +173,7 @@ class CacheService:
                 reason="STEP_TOO_LARGE",
                 field="runs",
             )
-        result = self._depot.step(session, convert.step(request))
+        result = self._node.answer_step(session, convert.step(request))
         return convert.step_response(result, op_seq=op_seq, epoch=self._epoch)
 
     async def _step_stream(self, _: object, context: Context) -> None:
@@ -210,7 +210,8 @@ class CacheService:
             began = perf_counter()
             try:
                 unread.require_room(context)
-                reply = self.step(pb.StepRequest.FromString(raw))
+                request = pb.StepRequest.FromString(raw)
+                reply = self._node.call("Step", self._step, request, finish=False)
             except Exception as error:
                 failed = self._rpcs.failure(error, counts.method)
                 counts.add(failed.code.name, perf_counter() - began)
@@ -218,7 +219,7 @@ class CacheService:
             counts.add("OK", perf_counter() - began)
             release = unread.hold(context, len(reply)) if len(reply) > LARGE_BYTES else None
             try:
-                await context.write(reply)
+                await write_then(context, reply, self._node.finish)
             except grpc.aio.InternalError:
                 return  # the client is gone
             finally:

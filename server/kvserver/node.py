@@ -16,6 +16,7 @@ from kvcore.depot import Depot, check_name
 from kvcore.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from kvcore.listing import SessionInfo
 from kvcore.memory import PoolMemory, layer_layouts
+from kvcore.operation import Step, StepResult
 from kvcore.reset import ResetMode, ResetResult, ResetScope
 from kvcore.session import Session
 from kvdepot.v1 import types_pb2
@@ -106,6 +107,8 @@ class Node:
         self.imports = Imports(self)
         if data_plane is not None:
             data_plane.on_summed = depot.transfers.keep_sums
+        # Whose Step is answered but not finished; None between calls.
+        self._unfinished: Session | None = None
         self._workers: dict[str, set[Worker]] = {}
         self._opened_at: WeakKeyDictionary[Session, float] = WeakKeyDictionary()
         self._replies = Replies(
@@ -237,12 +240,18 @@ class Node:
     # --- operations -------------------------------------------------------------------
 
     def call(
-        self, method: str, operate: Callable[[Session, Request], Message], request: Request
+        self,
+        method: str,
+        operate: Callable[[Session, Request], Message],
+        request: Request,
+        *,
+        finish: bool = True,
     ) -> bytes:
         """One call of a session, in its ``op_seq``; the reply, serialized.
 
         ``request`` has a CallContext. ``operate`` also converts its arguments, so that a
-        call refused for them takes its number like any other.
+        call refused for them takes its number like any other. Without ``finish``, the
+        caller owes ``finish()`` before anything else is done with the node.
         """
         context: types_pb2.CallContext = request.context  # type: ignore[attr-defined]
         has, session_id = context.HasField, context.session_id
@@ -265,13 +274,29 @@ class Node:
                         context.step if has("step") else None,
                         context.completed_step if has("completed_step") else None,
                     )
-                return operate(session, request).SerializeToString()
-            finally:
-                self.publish()
+                reply = operate(session, request).SerializeToString()
+            except BaseException:
+                self.finish()
+                raise
+            if finish:
+                self.finish()
+            return reply
 
         if op_seq is None:
             return execute()
         return self._replies.answer(session_id, op_seq, method, execute)
+
+    def answer_step(self, session: Session, step: Step) -> StepResult:
+        """What a Step answers; ``finish`` does the rest of it."""
+        self._unfinished = session
+        return self.depot.answer_step(session, step)
+
+    def finish(self) -> None:
+        """What a call's reply does not depend on."""
+        session, self._unfinished = self._unfinished, None
+        if session is not None:
+            self.depot.finish_step(session)
+        self.publish()
 
     def reset_prefix_cache(
         self, mode: ResetMode, scope: ResetScope | None, deadline_seconds: float | None

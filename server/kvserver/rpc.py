@@ -7,7 +7,7 @@ import contextlib
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from time import perf_counter
 from typing import Any, TypeAlias, TypeVar
@@ -204,6 +204,39 @@ class StallWatch:
 
 def _stalled(seconds: float) -> ResourceExhausted:
     return ResourceExhausted(f"nothing was read for {seconds:g} s", reason=_STALLED, retryable=True)
+
+
+async def write_then(context: Context, message: bytes, finish: Callable[[], None]) -> None:
+    """Send ``message``; ``finish`` runs while it travels, before anybody else has a turn."""
+    sending = context.write(message).__await__()
+    try:
+        waited_for = next(sending)
+    except StopIteration:
+        finish()
+        return
+    except BaseException:
+        finish()
+        raise
+    finish()
+    await _Rest(waited_for, sending)
+
+
+class _Rest:
+    """What is left to await of a coroutine that has run up to its first await."""
+
+    __slots__ = ("_sending", "_waited_for")
+
+    def __init__(self, waited_for: Any, sending: Generator[Any, Any, None]) -> None:
+        self._waited_for = waited_for
+        self._sending = sending
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        try:
+            yield self._waited_for
+        except BaseException as error:
+            self._sending.throw(error)
+            raise
+        yield from self._sending
 
 
 def register(server: grpc.aio.Server, service: str, handlers: dict[str, Any]) -> None:
