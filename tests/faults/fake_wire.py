@@ -10,6 +10,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -53,6 +54,20 @@ def rpc_error(code: grpc.StatusCode, details: str, trailing: Any = ()) -> grpc.a
     )
 
 
+class _Sent(asyncio.Future[None]):
+    """Tells of a reply when its handler begins to wait: what that does until then, nobody sees."""
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def add_done_callback(self, *args: Any, **kwargs: Any) -> None:
+        """The handler waits."""
+        super().add_done_callback(*args, **kwargs)
+        self._tell()
+        self.set_result(None)
+
+
 class Context:
     """A servicer context: of a unary call, or of a stream with its two queues.
 
@@ -80,8 +95,8 @@ class Context:
     async def write(self, reply: bytes) -> None:
         """A reply of a stream."""
         assert self._on_reply is not None
-        self._on_reply(self.last, reply)
         self.replies.put_nowait(reply)
+        await _Sent(partial(self._on_reply, self.last, reply))
 
     def done(self) -> bool:
         """Never asked to hurry."""
