@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import compress
 
 from kvclient.description import (
     CudaIpcMapping,
@@ -383,10 +384,10 @@ class GrowResults:
         counts = int32s(self.counts[group])
         blocks: list[list[int]] = [[] for _ in counts]
         start = 0
-        for index, count in enumerate(counts):
-            if count:  # of few: most growth needs no block
-                blocks[index] = ids[start : start + count]
-                start += count
+        for index in compress(range(len(counts)), counts):  # few: most growth needs no block
+            stop = start + counts[index]
+            blocks[index] = ids[start:stop]
+            start = stop
         return blocks
 
 
