@@ -216,10 +216,9 @@ class CacheService:
                 failed = self._rpcs.failure(error, counts.method)
                 counts.add(failed.code.name, perf_counter() - began)
                 await failed.abort(context)
-            counts.add("OK", perf_counter() - began)
             release = unread.hold(context, len(reply)) if len(reply) > LARGE_BYTES else None
             try:
-                await write_then(context, reply, self._node.finish)
+                await write_then(context, reply, partial(self._finish, counts, began))
             except grpc.aio.InternalError:
                 return  # the client is gone
             finally:
@@ -230,6 +229,10 @@ class CacheService:
         except Unavailable as stopping:
             await self._rpcs.failure(stopping, "StepStream").abort(context)
         raise AssertionError("streams are ending")
+
+    def _finish(self, counts: RpcCounts, began: float) -> None:
+        self._node.finish()
+        counts.add("OK", perf_counter() - began)
 
     def end_streams(self) -> None:
         """End every StepStream, each once its current request is answered."""

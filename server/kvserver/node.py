@@ -288,6 +288,7 @@ class Node:
 
     def answer_step(self, session: Session, step: Step) -> StepResult:
         """What a Step answers; ``finish`` does the rest of it."""
+        assert self._unfinished is None
         self._unfinished = session
         return self.depot.answer_step(session, step)
 
