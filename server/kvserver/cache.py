@@ -152,16 +152,6 @@ class CacheService:
         return self._node.call("Step", self._step, request)
 
     def _step(self, session: Session, request: pb.StepRequest) -> pb.StepResponse:
-        context: types_pb2.CallContext = request.context
-        op_seq = context.op_seq if context.HasField("op_seq") else None
-        if _is_empty(request):
-            # It says which steps have ended, and asks how many blocks are free.
-            self._depot.resets.settle()
-            return pb.StepResponse(
-                op_seq=op_seq,
-                epoch=self._epoch,
-                free_blocks=self._depot.pool.num_free_blocks(session.view),
-            )
         limit = self._step_operations_max
         # What the runs do not count is refused later, but must be few to get there.
         num_operations = max(len(request.runs), _num_rows(request))
@@ -174,6 +164,8 @@ class CacheService:
                 field="runs",
             )
         result = self._node.answer_step(session, convert.step(request))
+        context: types_pb2.CallContext = request.context
+        op_seq = context.op_seq if context.HasField("op_seq") else None
         return convert.step_response(result, op_seq=op_seq, epoch=self._epoch)
 
     async def _step_stream(self, _: object, context: Context) -> None:
@@ -238,20 +230,6 @@ class CacheService:
         """End every StepStream, each once its current request is answered."""
         for task in list(self._reading):
             task.cancel()
-
-
-def _is_empty(request: pb.StepRequest) -> bool:
-    """Whether it holds no operation, and nothing that could be wrong."""
-    has = request.HasField
-    return not (
-        request.runs
-        or request.admissions
-        or has("grow")
-        or has("cache")
-        or has("free")
-        or request.on_no_fit > pb.ON_NO_FIT_CONTINUE
-        or request.on_no_fit < 0
-    )
 
 
 def _num_rows(request: pb.StepRequest) -> int:

@@ -271,11 +271,10 @@ def step_response(result: StepResult, *, op_seq: int | None, epoch: str) -> cach
     )
     for admission in result.admissions:
         fill_slot_result(response.admissions.add(), admission)
-    if any(result.grow_counts) or result.grow_outcomes:
-        grow = response.grow
-        grow.outcomes = result.grow_outcomes
-        for counts, ids in zip(result.grow_counts, result.grow_ids, strict=True):
-            grow.new_blocks.add(counts=counts, ids=ids)
+    grow = response.grow
+    grow.outcomes = result.grow_outcomes
+    for counts, ids in zip(result.grow_counts, result.grow_ids, strict=True):
+        grow.new_blocks.add(counts=counts, ids=ids)
     if result.cache_outcomes:
         response.cache.outcomes = result.cache_outcomes
     if result.free_outcomes or result.free_tickets:
