@@ -5,11 +5,10 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 from random import Random
-from time import monotonic, sleep
 
 import pytest
 
-from conftest import TIMEOUT_S, Serve, ServerProcess
+from conftest import Serve, ServerProcess
 from kvclient import Client
 from kvclient.events import BlockStored
 from kvclient.imports import ImportStatus, TransferPath
@@ -52,11 +51,6 @@ def test_an_import_brings_the_bytes(
         pytest.skip("NIXL is not installed")
     source, destination = peers
     with source.client() as theirs, destination.client() as ours:
-        if path is TransferPath.NIXL:  # its agent is made once it serves
-            deadline = monotonic() + TIMEOUT_S
-            while not theirs.open_transfer({0: []}).reach.nixl_agent:
-                assert monotonic() < deadline
-                sleep(0.05)
         hashes: list[bytes] = []
         with theirs.stream_events(snapshot=True) as batches:
             for event in next(batches).events:
