@@ -69,7 +69,8 @@ class KVCacheManager(Books):
     ``steps_in_flight`` is how many steps the scheduler runs ahead (1: synchronous, 2:
     vLLM's AsyncScheduler), each begun by ``new_step_starts``; other sessions and peers read
     a block when its step has ended. None: each call ends what was before it, which only a
-    scheduler may say whose workers write what a call gave before the next one is made.
+    scheduler may say whose workers write what a call gave before the next one is made; then
+    no slots are taken with a lookup.
 
     CacheLost passes through: make a new one over the reopened session, and admit the
     requests again. It is raised as well by all calls after a message was refused that held
@@ -114,14 +115,15 @@ class KVCacheManager(Books):
         self._offers: Offers | None = None
         if not strict and is_certain(session.pool):
             self._growth = LazyGrowth(session.pool, self._tables, self._outbox)
-            self._offers = Offers(
-                session.pool,
-                self._outbox,
-                self._known,
-                self._content,
-                max_num_batched_tokens=max_num_batched_tokens,
-                max_num_seqs=max_num_seqs,
-            )
+            if steps_in_flight is not None:
+                self._offers = Offers(
+                    session.pool,
+                    self._outbox,
+                    self._known,
+                    self._content,
+                    max_num_batched_tokens=max_num_batched_tokens,
+                    max_num_seqs=max_num_seqs,
+                )
         self._admissions = Admissions(
             session,
             self._tables,

@@ -86,7 +86,7 @@ class Offers:
     def settle(self, request_id: str) -> None:
         """What was said of this request ahead is known, or will not be sent."""
         introduction = self._hints.get(request_id)
-        if introduction is not None and introduction.is_sent is not None:
+        if introduction is not None and introduction.is_open:
             self._outbox.settle_introduction(introduction)
 
     def forget(self, request_id: str) -> None:
@@ -218,11 +218,16 @@ class Offers:
 
     def _new_content(self, request: Any) -> Content | None:
         introduction = self._hints.get(request.request_id)
-        unsent = introduction is not None and introduction.is_sent is False
+        content = None
+        if (
+            introduction is not None
+            and introduction.slots is not None
+            and not introduction.is_sent
+            and introduction.num_tokens == request.num_tokens
+        ):
+            content = introduction.slots.content
         self.settle(request.request_id)
-        if unsent and introduction is not None and introduction.num_tokens == request.num_tokens:
-            return introduction.slots.content
-        return self._content(request)
+        return self._content(request) if content is None else content
 
     def _note(self, request: Any, result: SlotResult) -> None:
         if not result.handle:

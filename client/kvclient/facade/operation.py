@@ -80,8 +80,18 @@ class Introduction:
     ) -> None:
         self.request = request
         self.num_tokens: int = request.num_tokens
-        self.slots = slots
+        # None once it was answered, or need not be sent any more.
+        self.slots: SlotRequest | None = slots
+        self.is_sent = False
         # Told the handle, 0 if the server refused it: whoever needs it then introduces it.
         self.on_answer = on_answer
-        # None once it was answered, or need not be sent any more.
-        self.is_sent: bool | None = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is to be sent, or was and has no answer."""
+        return self.slots is not None
+
+    def close(self) -> SlotRequest | None:
+        """It was answered, or is not sent; what it was."""
+        slots, self.slots = self.slots, None
+        return slots

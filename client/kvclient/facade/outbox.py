@@ -113,10 +113,10 @@ class Outbox:
 
     def settle_introduction(self, introduction: Introduction) -> None:
         """Waits for its answer, or, if it was not sent, does not send it."""
-        if introduction.is_sent is False:
-            introduction.is_sent = None
+        if introduction.is_open and not introduction.is_sent:
+            introduction.close()
             self._introductions.remove(introduction)
-        while introduction.is_sent and self._sent:
+        while introduction.is_open and self._sent:
             self._read()
 
     def grow(self, ask: Ask) -> None:
@@ -271,7 +271,8 @@ class Outbox:
         introductions: list[Introduction] = []
         if self._introductions and not is_awaited:
             introductions = self._next_introductions(self.operations_max - num_before)
-        slots = [*admissions, *[introduction.slots for introduction in introductions]]
+        introduced = [one.slots for one in introductions if one.slots is not None]
+        slots = [*admissions, *introduced]
         if slots:
             runs.append((OperationKind.ADMIT, len(slots)))
         if token_budget is not None:
@@ -360,7 +361,7 @@ class Outbox:
         for introduction, answer in zip(
             sent.introductions, result.admissions[sent.num_admissions :], strict=True
         ):
-            introduction.is_sent = None
+            introduction.close()
             introduction.on_answer(introduction, answer.handle)
         try:
             _check(result, sent)
@@ -381,7 +382,7 @@ class Outbox:
         self._sent.popleft()
         self._num_admitting -= bool(sent.num_admissions)
         for introduction in sent.introductions:
-            introduction.is_sent = None
+            introduction.close()
         if sent.holds_more and not isinstance(error, CacheLost):
             self._lost = CacheLost(
                 f"the server refused what the facade had queued ({error.reason}: "
