@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from kvclient.session import Session
 from kvclient.values import Content, OperationKind, Outcome, SlotRequest
 from lazy_scheduler import BUDGET, MAX_RUNNING, Request, SmallScheduler
 from test_facade import MAX_MODEL_LEN
+from test_lazy import KINDS
 from wire import Wire
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 64
@@ -352,17 +354,40 @@ def test_offers_that_are_not_heard_go_back(server: Any) -> None:
     wire.close()
 
 
-@pytest.mark.parametrize("num_blocks", [400, 30])
-def test_a_scheduler_that_hints_schedules_alike(serve: Any, num_blocks: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "num_blocks", "depth"),
+    [
+        ("full", 400, 1),
+        ("full", 30, 1),
+        ("full", 30, 2),
+        ("windows", 400, 1),
+        ("windows", 60, 2),
+        ("two-sizes", 45, 1),
+    ],
+)
+def test_a_scheduler_that_hints_schedules_alike(
+    serve: Any, kind: str, num_blocks: int, depth: int
+) -> None:
     """Where there is room, step by step as without; in a short pool all finishes."""
-    server = serve(no_memory=True, num_blocks=num_blocks, max_model_len=MAX_MODEL_LEN, watermark=0)
+    server = serve(
+        no_memory=True,
+        num_blocks=num_blocks,
+        max_model_len=MAX_MODEL_LEN,
+        groups=json.dumps(KINDS[kind]),
+        watermark=0,
+    )
     runs = []
     for hints in (True, False):
         with server.client() as client, client.open_session() as session:
             limits = {"max_num_batched_tokens": BUDGET, "max_num_seqs": MAX_RUNNING}
-            facade = KVCacheManager(session, **(limits if hints else {}))
+            facade = KVCacheManager(session, steps_in_flight=depth, **(limits if hints else {}))
             scheduler = SmallScheduler(
-                facade, 5, sizes=(BLOCK_SIZE,), max_model_len=MAX_MODEL_LEN, ends_early=False
+                facade,
+                5,
+                sizes=tuple(group["block_size"] for group in KINDS[kind]),
+                max_model_len=MAX_MODEL_LEN,
+                depth=depth,
+                ends_early=False,
             )
             if hints:
                 for _, request in sorted(scheduler.arrivals, key=lambda arrival: arrival[0]):
