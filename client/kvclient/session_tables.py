@@ -50,15 +50,14 @@ class SessionTables:
         tables.grow(new_blocks)
         for group, blocks in enumerate(new_blocks):
             if blocks:
-                self._note_grown(group, blocks)
+                self._refer_in(group, blocks, 1)
+                if self._zeroes[group]:
+                    self._new_block_ids[group] += blocks
 
     def extend(self, tables: RequestTables, group: int, blocks: list[int]) -> None:
         """As ``grow``, of one group, to whose tables nothing but new blocks comes."""
         assert self._is_appended[group], "blocks move within the tables of this group"
         tables.blocks[group].extend(blocks)
-        self._note_grown(group, blocks)
-
-    def _note_grown(self, group: int, blocks: list[int]) -> None:
         if self._shares[group]:
             references = self._references[group]
             for block_id in blocks:

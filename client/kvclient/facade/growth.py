@@ -51,7 +51,7 @@ class LazyGrowth:
         self._outbox = outbox
         # Of a prompt that is computed in parts, the next part is asked ahead, up to this.
         self.part_max = 0
-        self._nothing: BlockTables = tuple([] for _ in self._sizes)
+        self.nothing: BlockTables = tuple([] for _ in self._sizes)
 
     def begin(
         self, request: Any, known: KnownRequest, num_computed: int, num_new: int, lookahead: int
@@ -80,7 +80,7 @@ class LazyGrowth:
         need = num_computed + num_new + lookahead
         if need > self._max_model_len:
             need = self._max_model_len
-        new_blocks = self._nothing
+        new_blocks = self.nothing
         if need > known.table_end:
             if need > known.held_end and known.num_asked:
                 self._outbox.wait_for(known)
@@ -142,11 +142,11 @@ class LazyGrowth:
         if size := self._size:
             table, reserve = tables.blocks[0], known.reserve[0]
             missing = -(-end // size) - len(table)
-            given = [reserve.pop(0)] if missing == 1 else reserve[:missing]
-            if missing > 1:
-                del reserve[:missing]
+            given = reserve[:missing]
+            del reserve[:missing]
             self._tables.extend(tables, 0, given)
-            known.table_end = self._unless_last(len(table) * size)
+            end = len(table) * size
+            known.table_end = end if end < self._max_model_len else NEVER
             return (given,)
         new_blocks, table_end = [], NEVER
         for group, (table, size) in enumerate(zip(tables.blocks, self._sizes, strict=True)):
@@ -173,8 +173,8 @@ class LazyGrowth:
         if end >= num_tokens:
             registrable = num_tokens
             num_ahead = num_new if num_new <= self._ahead_max else 1
-        if registrable >= known.register_end or end + num_ahead + lookahead > known.asked_end:
-            registers = registrable >= known.register_end
+        registers = registrable >= known.register_end
+        if registers or end + num_ahead + lookahead > known.asked_end:
             num_asked = num_new + num_ahead
             if num_asked > self._max_model_len - num_computed:
                 num_asked = self._max_model_len - num_computed
@@ -184,7 +184,7 @@ class LazyGrowth:
                 ask.num_scheduled = num_new
                 ask.registers = registers
                 self._outbox.ask_ahead(ask)
-        if end < num_tokens and self.part_max:
+        if self.part_max and end < num_tokens:
             self._ask_part(request, known, num_computed, num_new, lookahead)
         known.lookahead = lookahead
         quiet_end = known.asked_end - num_ahead
@@ -229,7 +229,7 @@ class LazyGrowth:
             end = -(-end // size) * size
         else:
             end = min([-(-end // size) * size for size in self._sizes])
-        ask.end = end = self._unless_last(end)
+        ask.end = end = end if end < self._max_model_len else NEVER
         if end > known.asked_end:
             known.asked_end = end
         known.num_asked += 1

@@ -221,7 +221,9 @@ class KVCacheManager(Books):
                 if growth is None:
                     return self._grow(request, known, num_new_tokens, num_lookahead_tokens)
                 new_blocks = growth.grow(request, known, num_new_tokens, num_lookahead_tokens)
-                return None if new_blocks is None else self._blocks(new_blocks)
+                if new_blocks is growth.nothing:
+                    return self.empty_kv_cache_blocks
+                return None if new_blocks is None else KVCacheBlocks(new_blocks)
         slots = SlotRequest(
             request.request_id,
             num_computed_tokens=request.num_computed_tokens,
