@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
@@ -414,12 +415,14 @@ _NO_GROW, _NO_CACHE, _NO_FREE = Grow(), Cache(), Free()
 def _grow(asks: list[Ask]) -> Grow:
     if not asks:
         return _NO_GROW
+    # Of a dozen values: an array each costs five times as much.
+    pack = struct.Struct(f"<{len(asks)}i").pack
     return Grow(
-        handles=[ask.known.handle for ask in asks],
-        num_computed_tokens=[ask.num_computed for ask in asks],
-        num_new_tokens=[ask.num_new for ask in asks],
-        token_offsets=[ask.offset for ask in asks],
-        token_counts=[len(ask.tokens) // 4 for ask in asks],
+        handles=pack(*[ask.known.handle for ask in asks]),
+        num_computed_tokens=pack(*[ask.num_computed for ask in asks]),
+        num_new_tokens=pack(*[ask.num_new for ask in asks]),
+        token_offsets=pack(*[ask.offset for ask in asks]),
+        token_counts=pack(*[len(ask.tokens) // 4 for ask in asks]),
         tokens=b"".join([ask.tokens for ask in asks]),
         num_lookahead_tokens=asks[0].lookahead,
     )
