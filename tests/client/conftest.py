@@ -18,7 +18,7 @@ from wire import Wire
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 65
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 @dataclass

@@ -134,7 +134,7 @@ def test_a_lost_session_says_so_without_asking_and_is_opened_anew(serve: Any) ->
                 began = time.monotonic()
                 with pytest.raises(CacheLost) as again:
                     call()
-                assert time.monotonic() - began < 8.0  # asking takes 20 s
+                assert time.monotonic() - began < 8.0  # asking takes half a minute
                 assert again.value.current_epoch == second.epoch
             assert session.close() == 0
 
