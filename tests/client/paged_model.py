@@ -233,7 +233,9 @@ class Engine:
         )
         tables = self._tables[request_id] = RequestTables(self.session.pool, len(tokens))
         tables.admit(result.hit_blocks, result.new_blocks, num_external, num_external)
-        brought = self.session.import_blocks(request_id, peer, paths=[path], deadline_s=120).result()
+        brought = self.session.import_blocks(
+            request_id, peer, paths=[path], deadline_s=120
+        ).result()
         assert brought.num_tokens == num_external, brought
         self.session.cache_blocks(request_id, num_external)
         self.hits[request_id] = 0
