@@ -112,6 +112,7 @@ class MovingNode(transfer_pb2_grpc.KVTransferServiceServicer):
         self.num_renewals = 0
         # Of all transfers so far, in order.
         self.opened: list[str] = []
+        self.closed: list[str] = []
         # Of each OpenTransfer: how many hashes it asked for.
         self.num_asked: list[int] = []
         # Called before OpenTransfer is answered, with how many have been asked for.
@@ -235,9 +236,11 @@ class MovingNode(transfer_pb2_grpc.KVTransferServiceServicer):
 
     def CloseTransfer(self, request: Any, context: Any) -> Any:
         self.on_close()
-        if request.transfer_id not in self.transfers:
-            context.abort(grpc.StatusCode.NOT_FOUND, "the lease ran out")
-        self.expire(request.transfer_id)
+        if request.transfer_id not in self.closed:
+            if request.transfer_id not in self.transfers:
+                context.abort(grpc.StatusCode.NOT_FOUND, "the lease ran out")
+            self.expire(request.transfer_id)
+            self.closed.append(request.transfer_id)
         return pb.CloseTransferResponse(epoch=self.epoch)
 
     def expire(self, transfer_id: str) -> None:

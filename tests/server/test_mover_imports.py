@@ -330,6 +330,23 @@ def test_nothing_counts_when_the_lease_ran_out_meanwhile(kept: Start) -> None:
     assert "CloseTransfer: NOT_FOUND" in failure.reason
 
 
+def test_a_peer_that_stands_still_when_it_should_vouch_is_asked_again(kept: Start) -> None:
+    source, destination = both(kept)
+    asked: list[str] = []
+
+    def stand_still_at_first() -> None:
+        asked.append("")
+        if len(asked) == 1:
+            time.sleep(2.0)
+
+    source.on_close = stand_still_at_first
+    blocks = {0: pairs(range(1, 9), 1)}
+    report, _ = destination.run_import(destination.job(source, blocks))
+    assert report.statuses == {0: bytes([IMPORTED]) * 8}
+    assert not report.failures and len(asked) > 1
+    assert_imported(source, destination, blocks)
+
+
 SLOW = {**LARGE, "import_bandwidth_bytes": 4 << 20}
 
 

@@ -170,14 +170,25 @@ class Job:
                 if offered():
                     self._try(path, run, task)
         finally:
-            seconds = max(0.2, self._ends_at - time.monotonic())
             try:
-                lease.close(min(_CLOSE_SECONDS_MAX, seconds))
+                self._close(lease)
                 valid = True
             except kvclient.errors.KVDepotError as error:
                 self._fail(self._path, f"CloseTransfer: {error.reason}: {error.message}")
         self._add(part, task, opened, valid=valid)
         self._num_parts += 1
+
+    def _close(self, lease: Lease) -> None:
+        """Asked again while there is time: else a peer that stood still for a second loses all."""
+        while True:
+            seconds = max(0.2, self._ends_at - time.monotonic())
+            try:
+                lease.close(min(_CLOSE_SECONDS_MAX, seconds))
+            except kvclient.errors.DeadlineExceeded:
+                if self._stopped.is_set() or time.monotonic() >= self._ends_at:
+                    raise
+            else:
+                return
 
     def _add(self, part: Part, task: Task, opened: pb.OpenTransferResponse, *, valid: bool) -> None:
         """Say what has come of a part."""
