@@ -9,7 +9,7 @@ import asyncio
 import sys
 
 from kvclient.aio import Client
-from kvclient.errors import DeadlineExceeded
+from kvclient.errors import DeadlineExceeded, Unavailable
 from kvclient.values import Content, OperationKind, SlotRequest, Step
 from patience import impatient
 from wire import Wire
@@ -23,6 +23,16 @@ def admit(request_id: str, num_tokens: int) -> Step:
 async def until_live(client: Client, num_blocks: int) -> None:
     while (await client.stats()).blocks.live != num_blocks:
         await asyncio.sleep(0.01)
+
+
+async def until_reached(client: Client) -> None:
+    """What is sent again at once, a few times, may find the connection not back yet."""
+    while True:
+        try:
+            await client.stats()
+            return
+        except Unavailable:
+            await asyncio.sleep(0.01)
 
 
 async def story(target: str, wire: Wire) -> None:
@@ -59,6 +69,7 @@ async def story(target: str, wire: Wire) -> None:
                     wire.cut()
                 else:
                     raise AssertionError("it was not late")
+            await until_reached(far)
         settled = await session.settle()
         assert settled.admissions[0].num_new_computed_tokens == 0
         assert await session.close() == 4
