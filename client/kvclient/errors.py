@@ -159,6 +159,7 @@ _BY_REASON: dict[str, type[KVDepotError]] = {"BLOCKS_IN_USE": BlocksInUse}
 _LOST_REASONS = ("STALE_EPOCH", "UNKNOWN_SESSION", "SESSION_EXPIRED")
 _RETRYABLE_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 _DETAILS_KEY = "grpc-status-details-bin"
+_STATUS_LOST = "Internal error from Core"
 
 
 def from_rpc_error(error: grpc.RpcError) -> KVDepotError:
@@ -196,9 +197,13 @@ def of_operation(failed: OperationError) -> KVDepotError:
 def unanswered(error: grpc.RpcError, *, closed: bool) -> KVDepotError:
     """As from_rpc_error, of a call that this side cancels only by closing (``closed``).
 
-    A server that stops cancels what it has not begun: that is Unavailable.
+    A server that stops cancels what it has not begun: that is Unavailable. So is a stream
+    that broke as something was written to it, where gRPC's asyncio side forgets the status
+    (grpc/grpc issue 36066).
     """
     typed = from_rpc_error(error)
+    if isinstance(typed, InternalError) and typed.message == _STATUS_LOST and not typed.answered:
+        return Unavailable("the stream broke", reason="UNAVAILABLE", retryable=True)
     if isinstance(typed, Cancelled) and not closed:
         return Unavailable(
             f"the server cancelled the call: {typed.message}",
