@@ -411,6 +411,13 @@ def test_the_bucket_books_what_it_lets_go(monkeypatch: pytest.MonkeyPatch) -> No
     assert Bucket(0).delay(1 << 40) == 0
 
 
+def test_what_goes_at_once_takes_no_long_time() -> None:
+    bucket = Bucket(1000)
+    assert [bucket.slice_of(num_bytes) for num_bytes in (100, 250, 1 << 20)] == [100, 250, 250]
+    assert Bucket(1).slice_of(1 << 20) == 1
+    assert Bucket(0).slice_of(1 << 20) == 1 << 20
+
+
 # Long rows go one by one, or run by run; short ones by way of a buffer.
 @pytest.mark.parametrize("row_words", [8, 4096])
 @pytest.mark.parametrize("strided", [False, True])

@@ -6,6 +6,8 @@ import threading
 import time
 
 _BURST_SECONDS = 0.05
+# What goes at once takes no longer than this, so that progress is seen and a stop is heard.
+_SLICE_SECONDS = 0.25
 
 
 class Bucket:
@@ -16,6 +18,12 @@ class Bucket:
         self._lock = threading.Lock()
         # When all that was asked for so far will have gone.
         self._free_at = 0.0
+
+    def slice_of(self, num_bytes: int) -> int:
+        """How many of ``num_bytes``, of which as many as possible should go at once, may."""
+        if not self._rate:
+            return num_bytes
+        return min(num_bytes, max(1, int(self._rate * _SLICE_SECONDS)))
 
     def delay(self, num_bytes: int) -> float:
         """Seconds to wait before ``num_bytes`` may go; they are booked."""

@@ -108,10 +108,10 @@ class Task:
         return self.until - time.monotonic()
 
     def batches(self, copy: Copy, num_bytes: int) -> Iterator[Any]:
-        """What is left of ``copy``, so many bytes at a time; checked before each."""
+        """What is left of ``copy``, at most so many bytes at a time; checked before each."""
         left = copy.left()
         size = max(1, copy.block_bytes)
-        step = max(1, num_bytes // size)
+        step = max(1, self._bucket.slice_of(num_bytes) // size)
         for begin in range(0, len(left), step):
             batch = left[begin : begin + step]
             self.check(len(batch) * size)
