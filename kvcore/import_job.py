@@ -105,8 +105,9 @@ class Import:
         return [
             block
             for group in self.groups
-            for block in map(group.blocks.__getitem__, group.asked)
-            if block is not None and (self.request is not None or block.block_hash is None)
+            for block, status in ((group.blocks[i], group.statuses[i]) for i in group.asked)
+            # What was registered stays so when its content is dropped.
+            if block is not None and (self.request is not None or status != ImportStatus.IMPORTED)
         ]
 
 

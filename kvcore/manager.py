@@ -224,6 +224,7 @@ class KVCacheManager:
             and not full_sequence_must_fit
             and not reserved_blocks
             and not num_encoder_tokens
+            and not delay_cache_blocks
         ):
             grown = grow(self, request, num_new_tokens, num_lookahead_tokens)
             return None if grown is None else self.create_kv_cache_blocks(grown)

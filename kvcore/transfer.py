@@ -187,6 +187,7 @@ class Transfers:
         """Somebody has summed the bytes of blocks under a transfer.
 
         That counts only while it is open and they have their content: nobody wrote to them.
+        A sum that is known stays: another one says that the bytes are no longer right.
         """
         transfer = self.by_id.get(transfer_id)
         if transfer is None:
@@ -196,7 +197,11 @@ class Transfers:
         for block_id, value in zip(block_ids, sums, strict=True):
             block, block_hash = transfer.pinned.get(block_id, _NOT_PINNED)
             # A block's partial hash says nothing of its last bytes.
-            if block.block_hash == block_hash and pool.partial.num_tokens(block) is None:
+            if (
+                block.block_hash == block_hash
+                and pool.partial.num_tokens(block) is None
+                and not any(pool.sums.of([block]))
+            ):
                 kept.append(block)
                 right.append(value)
         if kept:

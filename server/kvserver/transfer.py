@@ -122,6 +122,8 @@ class TransferService:
         )
         room = self._message_bytes_max - _ANSWER_BYTES
         try:
+            if request.contents:  # some may have been evicted while others had their turn
+                depot.transfers.require_content(transfer)
             for group in transfer.groups:
                 entry = answer.groups.add(
                     group=group.group,

@@ -99,6 +99,46 @@ def test_an_admission_is_one_message(client: Client) -> None:
         session.reset_prefix_cache()
 
 
+@pytest.mark.parametrize("is_over", [False, True], ids=["aborted", "finished"])
+def test_what_was_offered_before_a_free_is_taken_by_nobody(client: Client, is_over: bool) -> None:
+    """The same id again, in the same step, with as many tokens."""
+    with client.open_session() as session:
+        facade = KVCacheManager(session)
+        runs, freed = a_request("z"), a_request("a")
+        facade.new_step_starts()
+        admit(facade, runs)
+        facade.get_computed_blocks(freed)
+        freed.finished = is_over
+        facade.free(freed)
+        again = a_request("a")
+        admit(facade, again)
+        facade.new_step_starts()
+        facade.settle()
+        held = {one.request_id: one.num_blocks for one in client.list_requests().requests}
+        assert held == {"z": 3, "a": 3}
+        end(facade, runs, again)
+        session.reset_prefix_cache()
+
+
+def test_who_is_looked_up_before_those_hinted_earlier_is_offered_once(client: Client) -> None:
+    with client.open_session() as session:
+        facade = KVCacheManager(session, max_num_batched_tokens=64, max_num_seqs=8)
+        runs, *hinted = (a_request(name) for name in "zbad")
+        facade.new_step_starts()
+        admit(facade, runs)
+        for request in hinted:
+            facade.prefetch(request)
+        facade.settle()
+        sent = messages(facade)
+        for request in (hinted[1], hinted[0], hinted[2]):
+            admit(facade, request)
+        assert (
+            sum(count for runs in sent for kind, count in runs if kind == OperationKind.ADMIT) == 3
+        )
+        end(facade, runs, *hinted)
+        session.reset_prefix_cache()
+
+
 ASKED_FOR: dict[str, dict[str, Any]] = {
     "fewer-tokens": {"num_new_tokens": 1},
     "more-slots": {"num_lookahead_tokens": 7},

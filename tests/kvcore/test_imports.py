@@ -285,6 +285,24 @@ def test_all_groups_get_their_first_parts_when_not_all_fit() -> None:
     assert states(depot) == {"free": 4}
 
 
+@pytest.mark.parametrize("is_reset", [False, True], ids=["evicted", "reset"])
+def test_what_was_registered_is_dropped_before_the_end(is_reset: bool) -> None:
+    depot = make_depot(32)
+    hashes, contents = chain(depot, range(12))
+    found = begin(depot, hashes)
+    depot.imports.fill(found, {0: filled_runs(hashes, contents[:2])})
+    dropped = found.groups[0].blocks[1]
+    assert dropped is not None
+    if is_reset:
+        depot.reset_prefix_cache(ResetMode.FORCE)
+    else:
+        depot.evict_blocks([dropped.block_id])
+    assert check(depot) == []
+    kept = [] if is_reset else [IMPORTED]
+    assert list(depot.imports.finish(found).statuses[0]) == kept + [FAILED] * (3 - len(kept))
+    assert check(depot) == []
+
+
 def test_cancelled() -> None:
     depot = make_depot(9)
     hashes, _ = chain(depot, range(12))

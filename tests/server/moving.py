@@ -103,6 +103,7 @@ class MovingNode(transfer_pb2_grpc.KVTransferServiceServicer):
         # which serves PullBlocks has told it, by block id; and what is behind them in an answer.
         self.sums: dict[bytes, int] | None = None
         self.summed: dict[int, int] = {}
+        self.mangle: Callable[[pb.OpenTransferResponse], None] = lambda _: None
         self.sums_tail = b""
         self.handle.on_summed = lambda _, ids, sums: self.summed.update(zip(ids, sums, strict=True))
         self.lease_ttl_seconds = 30.0
@@ -223,6 +224,7 @@ class MovingNode(transfer_pb2_grpc.KVTransferServiceServicer):
             answer.statuses = bytes(statuses)
             answer.block_ids = b"".join(number.to_bytes(4, "little") for number in ids)
             blocks[asked.group] = ids
+        self.mangle(response)
         self.transfers.add(response.transfer_id)
         self.opened.append(response.transfer_id)
         self.loop.call(lambda: self.handle.open_transfer(response.transfer_id, blocks))

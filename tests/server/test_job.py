@@ -121,6 +121,31 @@ def test_blocks_that_are_taken_too_late(nodes: tuple[MovingNode, MovingNode], la
     assert alone.here.read(0, 2) == alone.source.read(0, 1)
 
 
+def _cut_ids(answer: pb.OpenTransferResponse) -> None:
+    answer.groups[0].block_ids = answer.groups[0].block_ids[:-1]
+
+
+def _add_group(answer: pb.OpenTransferResponse) -> None:
+    answer.groups.add(group=7, statuses=b"\1", block_ids=bytes(4))
+
+
+def _name_null_blocks(answer: pb.OpenTransferResponse) -> None:
+    answer.groups[0].block_ids = bytes(len(answer.groups[0].block_ids))
+
+
+@pytest.mark.parametrize("mangle", [_cut_ids, _add_group, _name_null_blocks])
+def test_a_peer_that_answers_what_cannot_be(
+    nodes: tuple[MovingNode, MovingNode],
+    mangle: Callable[[pb.OpenTransferResponse], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alone = Alone(nodes, lambda job, told: None, takes=False)
+    monkeypatch.setattr(alone.source, "mangle", mangle)
+    last = alone.run()
+    assert (last["op"], last["kind"], last["reason"]) == ("error", "FailedPrecondition", "BAD_PEER")
+    assert alone.statuses == NONE + NONE
+
+
 def test_a_lease_that_was_lost_is_no_fault_of_the_path(
     nodes: tuple[MovingNode, MovingNode], monkeypatch: pytest.MonkeyPatch
 ) -> None:

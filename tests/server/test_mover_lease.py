@@ -95,3 +95,14 @@ def test_one_that_the_peer_does_not_know_is_lost(peer: FakePeer) -> None:
     lease = keep(Leases(), peer, "a", SHORT)
     eventually(lambda: bool(lease.lost))
     assert lease.lost.startswith("UNKNOWN_TRANSFER: ") and peer.renewed["a"] == 1
+
+
+@pytest.mark.parametrize("ttl", [float("inf"), float("nan"), -1.0, 1e300])
+def test_what_one_peer_answers_keeps_no_other_waiting(peer: FakePeer, ttl: float) -> None:
+    leases = Leases()
+    odd = keep(leases, peer, "odd", ttl)
+    good = keep(leases, peer, "good", SHORT)
+    eventually(lambda: peer.renewed["good"] > 2)
+    assert not good.lost
+    for lease in (odd, good):
+        lease.close(1.0)

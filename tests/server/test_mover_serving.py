@@ -184,6 +184,26 @@ def test_pulls_are_few(start: Start) -> None:
     slow.cancel()
 
 
+def test_pulls_that_are_cancelled_at_once_leave_room(start: Start) -> None:
+    node = start(**LARGE, max_pulls=2)
+    node.fill(1)
+    node.loop.call(lambda: node.handle.open_transfer("t", {0: IDS}))
+    wire = Wire(node)
+    raw = pb.PullBlocksRequest(transfer_id="t").SerializeToString()
+    for number in range(100):
+        call = wire.call(raw)
+        time.sleep(0.0001 * (number % 20))
+        call.cancel()
+
+    def is_served() -> bool:
+        try:
+            return bool(wire.pull(positions=FEW))
+        except grpc.RpcError:
+            return False
+
+    eventually(is_served)
+
+
 def test_a_peer_that_reads_nothing_is_cut_off(start: Start) -> None:
     wire, slow = pull_and_read_nothing(start(**LARGE, max_pulls=1, pull_stall_seconds=0.5))
 

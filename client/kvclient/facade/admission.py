@@ -94,6 +94,7 @@ class Admissions:
 
     def _ask(self, request: Any, slots: SlotRequest) -> BlockTables | None:
         """Waits for the answer."""
+        self._outbox.hear()  # of what went unheard, before this is asked: it may say it again
         known = self._known.get(request.request_id)
         asked = replace(slots, content=self._content(request))
         if known is not None:

@@ -420,6 +420,8 @@ class KVCacheManager(Books):
         else:
             mode = FreeMode.FINISH if known is None else FreeMode.PREEMPT
             self._outbox.give_back(result.handle, mode)
+            if known is not None:
+                known.was_offered = True  # the server remembers its lookup no more
 
     def _mark(self) -> StepMark | None:
         if self._steps_in_flight is None:

@@ -90,7 +90,9 @@ class Offers:
             self._outbox.settle_introduction(introduction)
 
     def forget(self, request_id: str) -> None:
-        """The request waits no more."""
+        """The request waits no more; what was offered to it goes back, so that nobody takes it."""
+        if any(offer.request_id == request_id for offer in self._outbox.offers):
+            self._outbox.withdraw()
         self.settle(request_id)
         self._hints.pop(request_id, None)
 
@@ -202,7 +204,7 @@ class Offers:
         followers: list[Any] = []
         for request_id, introduction in self._hints.items():
             request = introduction.request
-            if request_id == first.request_id and not followers:
+            if request_id == first.request_id:
                 continue
             if (
                 left <= 0

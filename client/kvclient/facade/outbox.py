@@ -155,7 +155,7 @@ class Outbox:
 
     def flush(self) -> None:
         """Sends what is queued, if anything is; its answer is read later."""
-        self._hear()
+        self.hear()
         if self._queue or self._ahead or self.offers:
             self._send(with_ahead=True)
         if self._parts:
@@ -174,7 +174,7 @@ class Outbox:
         Without ``with_ahead``, asks ahead wait on. ``token_budget`` is what the admissions
         may schedule together. Of ``are_offers``, those behind the first may fail.
         """
-        self._hear()
+        self.hear()
         pending = self._send(
             admissions,
             with_ahead=with_ahead,
@@ -205,7 +205,7 @@ class Outbox:
 
     def settle(self) -> None:
         """Sends and reads everything."""
-        self._hear()
+        self.hear()
         while self._sent or len(self):
             self.flush()
             self._read()
@@ -323,7 +323,7 @@ class Outbox:
             introductions.append(introduction)
         return introductions
 
-    def _hear(self) -> None:
+    def hear(self) -> None:
         """Reads on until no admission is without an answer. CacheLost after a refusal."""
         if self._lost is not None:
             raise self._lost.again()

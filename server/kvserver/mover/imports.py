@@ -115,6 +115,9 @@ class Imports:
                         yield came.report(message)
                         return
                     elif message["op"] == "error":
+                        if came.has_some:  # of a process before: it counts
+                            yield came.cut_short(f"{message['reason']}: {message['message']}")
+                            return
                         raise _error(message)
                     else:  # stuck
                         break
@@ -163,6 +166,8 @@ class Imports:
 
 
 async def _until(inbox: asyncio.Queue[Message | None], until: float) -> Message | None:
+    with contextlib.suppress(asyncio.QueueEmpty):
+        return inbox.get_nowait()  # wait_for without time left takes nothing
     return await asyncio.wait_for(inbox.get(), max(0.0, until - time.monotonic()))
 
 
@@ -199,6 +204,11 @@ class _Came:
         # Of parts that counted; and of those of processes before.
         self._blocks = self._bytes = self._blocks_before = self._bytes_before = 0
         self._path = pb.TRANSFER_PATH_UNSPECIFIED
+
+    @property
+    def has_some(self) -> bool:
+        """Whether processes before have told of some hashes."""
+        return any(self._began.values())
 
     def begin_again(self) -> None:
         """What has come, stays."""

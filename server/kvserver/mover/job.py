@@ -38,7 +38,9 @@ MAPPING, NIXL, GRPC = (
 BEST_FIRST = (MAPPING, NIXL, GRPC)
 # Of the deadline, for closing the transfer.
 _CLOSE_SHARE, _CLOSE_SECONDS_MAX = 0.1, 1.0
-_SUM_BYTES = 8
+_ID_BYTES, _SUM_BYTES = 4, 8
+# Before a peer that did not vouch is asked again.
+_PAUSE_SECONDS = 0.05
 # What the node is told of a block by its BlockStatus, if its bytes have not come.
 _TOLD = np.full(max(pb.BlockStatus.values()) + 2, pb.IMPORT_STATUS_FAILED, np.uint8)
 _TOLD[pb.BLOCK_STATUS_PENDING] = pb.IMPORT_STATUS_PENDING
@@ -185,7 +187,7 @@ class Job:
             try:
                 lease.close(min(_CLOSE_SECONDS_MAX, seconds))
             except kvclient.errors.DeadlineExceeded:
-                if self._stopped.is_set() or time.monotonic() >= self._ends_at:
+                if self._stopped.wait(_PAUSE_SECONDS) or time.monotonic() >= self._ends_at:
                     raise
             else:
                 return
@@ -244,9 +246,13 @@ class Job:
     ) -> list[Copy]:
         """One a group. FailedPrecondition when the peer answers what cannot be."""
         found = []
+        if len(opened.groups) != len(self._groups):
+            raise _bad_peer(f"it is of {len(opened.groups)} groups")
         for (group, _, ids), (begin, end), answer in zip(
-            self._groups, part.ranges, opened.groups, strict=False
+            self._groups, part.ranges, opened.groups, strict=True
         ):
+            if len(answer.block_ids) != _ID_BYTES * len(answer.statuses):
+                break
             statuses = np.frombuffer(answer.statuses, np.uint8)
             sources = np.frombuffer(answer.block_ids, "<u4").astype(np.int64)
             positions = np.flatnonzero(statuses == pb.BLOCK_STATUS_READY)
@@ -255,6 +261,7 @@ class Job:
                 or not len(statuses) == len(sources) == end - begin
                 or group >= len(spans)
                 or (len(sources) and sources.max() >= peer_pool.num_blocks)
+                or not sources[positions].all()
             ):
                 break
             if self._contents and (

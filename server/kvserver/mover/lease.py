@@ -12,6 +12,9 @@ import kvclient.errors
 from kvdepot.v1 import transfer_pb2 as pb
 from kvserver.mover.peer import Peer
 
+# The longest that a server of ours gives.
+_TTL_SECONDS_MAX = 86_400.0
+
 
 class Leases:
     """Has leases renewed from a third of their time on: most transfers end sooner.
@@ -29,7 +32,7 @@ class Leases:
     def keep(self, peer: Peer, opened: pb.OpenTransferResponse, asked_at: float) -> Lease:
         """The lease of a transfer that was asked for at ``asked_at`` of ``time.monotonic``."""
         lease = Lease(peer, opened, asked_at)
-        due = time.monotonic() + opened.lease_ttl_seconds / 3
+        due = time.monotonic() + lease.ttl_seconds / 3
         with self._changed:
             heapq.heappush(self._due, (due, next(self._numbers), weakref.ref(lease)))
             if self._thread is None:
@@ -60,8 +63,9 @@ class Lease:
         # Why what is read counts for nothing; empty as long as it does.
         self.lost = ""
         self._peer = peer
-        self._ttl = opened.lease_ttl_seconds
-        self._lasts_until = asked_at + self._ttl
+        # A peer may say anything, and no wait is endless; of NaN, 0.
+        self.ttl_seconds = max(0.0, min(opened.lease_ttl_seconds, _TTL_SECONDS_MAX))
+        self._lasts_until = asked_at + self.ttl_seconds
         self._over = threading.Event()
 
     def renew_until_closed(self) -> None:
@@ -79,7 +83,7 @@ class Lease:
         while True:
             asked_at = time.monotonic()
             try:
-                answer = self._peer.call("RenewTransfer", request, self._ttl / 3)
+                answer = self._peer.call("RenewTransfer", request, self.ttl_seconds / 3)
                 self._lasts_until = asked_at + answer.lease_ttl_seconds
             except kvclient.errors.KVDepotError as error:
                 told = isinstance(
@@ -88,5 +92,5 @@ class Lease:
                 if told or time.monotonic() > self._lasts_until:
                     self.lost = f"{error.reason}: the lease could not be renewed: {error.message}"
                     return
-            if self._over.wait(self._ttl / 3):
+            if self._over.wait(self.ttl_seconds / 3):
                 return

@@ -106,7 +106,8 @@ class PoolFile:
         self.spans = spans_of(pool)
         self.block_bytes = [block_bytes(spans) for spans in self.spans]
         flags = os.O_RDWR if writable else os.O_RDONLY
-        self.fd = os.open(self.path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
+        # A peer may name anything: opening a pipe would wait for a writer.
+        self.fd = os.open(self.path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             self.check()
             access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)

@@ -109,10 +109,8 @@ class Serving:
                 retryable=True,
             )
         self._num_pulls += 1
-        # Alone: a status cannot follow a first message that is cut off while it carries them.
-        await context.send_initial_metadata(())
         watch = StallWatch(context, self._stall_seconds)
-        pull = asyncio.ensure_future(self._pull(request, ids, watch))
+        pull = asyncio.ensure_future(self._pull(request, ids, context, watch))
         transfer.pulls.add(pull)
         try:
             await pull
@@ -126,8 +124,14 @@ class Serving:
             self._num_pulls -= 1
 
     async def _pull(
-        self, request: pb.PullBlocksRequest, ids: array[int], watch: StallWatch
+        self,
+        request: pb.PullBlocksRequest,
+        ids: array[int],
+        context: Context,
+        watch: StallWatch,
     ) -> None:
+        # Alone: a status cannot follow a first message that is cut off while it carries them.
+        await context.send_initial_metadata(())
         group, store = request.group, self._store
         size = store.block_bytes[group]
         limit = CHECKSUMS_ONLY_BYTES if request.checksums_only else MESSAGE_BYTES
