@@ -327,6 +327,9 @@ def test_checksums_are_known_as_long_as_the_content_is_here(
     assert sums.of(transfer.blocks) == [0, 0]
     depot.transfers.keep_sums(transfer.transfer_id, [1, 2, 5], [7, 8, 9])
     assert sums.of(depot.pool.blocks[1:]) == [7, 8, 0, 0, 0, 0, 0, 0]  # 5 is not its
+    # What is known stays: bytes that say otherwise are wrong.
+    depot.transfers.keep_sums(transfer.transfer_id, [1], [99])
+    assert sums.of(depot.pool.blocks[1:3]) == [7, 8]
     depot.transfers.close(transfer.transfer_id)
     # Of a transfer that has ended nothing is kept: the block may be another's.
     depot.transfers.keep_sums(transfer.transfer_id, [1], [99])

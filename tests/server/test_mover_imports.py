@@ -309,6 +309,9 @@ def test_checksums_that_the_peer_knows_are_not_computed_again(kept: Start, path:
     source.sums = {block_hash(0, theirs): value for theirs, value in sums.items()}
     report, _ = destination.run_import(job)
     assert report.num_blocks == 7 and not source.summed
+    # Nor does a stream bring them, whose own sums are of what it sends.
+    report, _ = destination.run_import(destination.job(source, blocks, paths=[GRPC]))
+    assert report.statuses == {0: bytes([IMPORTED, FAILED]) + bytes([IMPORTED]) * 6}
 
 
 def test_a_peer_that_answers_too_many_checksums(kept: Start) -> None:
