@@ -473,3 +473,18 @@ def test_limits() -> None:
     with pytest.raises(ResourceExhausted):
         admit(depot, session, "b", PROMPT)
     assert list(session.requests) == ["a"]
+
+
+def test_a_running_request_delays_registration_too() -> None:
+    depot = make_depot(20)
+    session = depot.open_session("")
+    depot.allocate_slots(session, SlotRequest("a", content(range(12)), num_new_tokens=4))
+    more = SlotRequest("a", num_computed_tokens=4, num_new_tokens=8, delay_cache_blocks=True)
+    assert depot.allocate_slots(session, more).outcome is Outcome.OK
+    assert [block.block_hash is not None for block in depot.pool.blocks[1:4]] == [
+        True,
+        False,
+        False,
+    ]
+    depot.cache_blocks(session, "a", None, 12)
+    assert all(block.block_hash is not None for block in depot.pool.blocks[1:4])
