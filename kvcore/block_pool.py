@@ -296,6 +296,7 @@ class BlockPool:
         hash_ratio: int,
     ) -> None:
         """As cache_full_blocks, of one block, not null, without a hash: a decode step's."""
+        assert len(request.block_hashes) >= (position + 1) * hash_ratio
         block_hash = request.block_hashes[(position + 1) * hash_ratio - 1]
         block.block_hash = block_hash
         block.group = group

@@ -155,14 +155,7 @@ class SingleTypeKVCacheManager(ABC):
         table = self.req_to_blocks.get(request_id)
         if table is None:
             table = self.req_to_blocks[request_id] = []
-        num_new = -(-num_tokens // self.block_size) - len(table)
-        if num_new <= 0:
-            return []
-        new_blocks = self.pool.take(num_new, self.view)
-        table += new_blocks
-        if self.new_block_ids is not None and self._is_zeroed:
-            self.new_block_ids.extend([block.block_id for block in new_blocks])
-        return new_blocks
+        return self._extend(table, -(-num_tokens // self.block_size) - len(table))
 
     def _extend(self, table: list[KVCacheBlock], num_blocks: int) -> list[KVCacheBlock]:
         if num_blocks <= 0:
