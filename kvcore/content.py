@@ -120,9 +120,8 @@ def write_tokens(session: Session, request: Request, offset: int, tokens: bytes)
             field="content.token_offset",
         )
     num_tokens_before = request.num_tokens
-    num_more = end - num_tokens_before
-    if num_more > 0 and session.num_tokens + num_more > session.config.max_tokens_per_session:
-        session.require_token_room(num_more)
+    if end > num_tokens_before:
+        session.require_token_room(end - num_tokens_before)
     if offset == num_tokens_before:
         if tokens:
             request.append(tokens)

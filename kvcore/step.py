@@ -271,17 +271,16 @@ class _StepRun:
         if unregistered and request.handle in unregistered:
             session.register()
         if tokens:
-            offset, num_tokens = self.grow_offsets[position], request.num_tokens
+            offset, num_appended = self.grow_offsets[position], self.grow_appended[position]
             if offset < 0:
                 raise InvalidArgument(f"offset {offset} is negative", field="grow.token_offsets")
             if (
                 unregistered is not None
-                and offset == num_tokens
-                and session.has_room(request, len(tokens) // TOKEN_BYTES)
+                and offset == request.num_tokens
+                and session.has_room(request, num_appended)
             ):
-                num_appended = self.grow_appended[position]
                 request.tokens += tokens
-                request.num_tokens = num_tokens + num_appended
+                request.num_tokens += num_appended
                 session.num_tokens += num_appended
                 unregistered[request.handle] = (request, 0)
             else:

@@ -383,7 +383,8 @@ def _slices(
             end = _end_of(statuses, at, num_blocks)
             yield statuses[at:end], slice_runs
             at, num_blocks, slice_runs = end, 0, []
-    yield statuses[at:], slice_runs
+    if at < len(statuses):
+        yield statuses[at:], slice_runs
 
 
 def _end_of(statuses: bytes, at: int, num_imported: int) -> int:

@@ -93,6 +93,9 @@ class Offers:
         """The request waits no more; what was offered to it goes back, so that nobody takes it."""
         if any(offer.request_id == request_id for offer in self._outbox.offers):
             self._outbox.withdraw()
+        self._unhint(request_id)
+
+    def _unhint(self, request_id: str) -> None:
         self.settle(request_id)
         self._hints.pop(request_id, None)
 
@@ -167,7 +170,7 @@ class Offers:
 
     def admitted(self, request_id: str, num_scheduled: int) -> None:
         """The request was; with its tokens, so many are in the step."""
-        self.forget(request_id)
+        self._unhint(request_id)
         if self._learns_budget and self.budget is not None and num_scheduled > self.budget:
             self.budget = None
 
