@@ -22,6 +22,7 @@ TIMEOUT_S = 10.0
 """Of a call. Those of a session use half of it, and the rest for being sent again."""
 MAX_MESSAGE_BYTES = 64 << 20
 PULL_BLOCKS = "/kvdepot.v1.KVTransferService/PullBlocks"
+STEP_STREAM = "/kvdepot.v1.KVCacheService/StepStream"
 BACKOFFS_S = (0.05, 0.2, 0.8)
 """Waits between attempts to open a stream; unary calls have the policy below."""
 
@@ -102,6 +103,12 @@ class Stubs:
             "KVTransferService": transfer_pb2_grpc.KVTransferServiceStub(channel),
             "KVAdminService": admin_pb2_grpc.KVAdminServiceStub(channel),
         }
+
+    def open_channel(self) -> Any:
+        """The server's. FailedPrecondition when the client is closed."""
+        if self.closed:
+            raise client_closed()
+        return self.channel
 
     def method(self, service: str, method: str) -> Any:
         """What to call. FailedPrecondition when the client is closed."""

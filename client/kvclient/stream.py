@@ -1,8 +1,8 @@
-"""StepStream over the synchronous stub: a queue for requests, an iterator of replies.
+"""StepStream, synchronous.
 
-Replies to Steps that nobody waits for yet are received and read by a thread, while their
-caller does something else; one that is waited for at once is received by its caller, which
-costs a change of threads less.
+Steps that nobody waits for yet are sent by a thread, which reads their replies, while their
+caller does something else; one that is waited for at once is sent and its reply received by its
+caller, and no other thread wakes for it.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from kvclient import calls, convert
-from kvclient.channel import BACKOFFS_S
+from kvclient.channel import BACKOFFS_S, STEP_STREAM
+from kvclient.duplex import Duplex
 from kvclient.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -28,6 +29,7 @@ from kvclient.errors import (
 )
 from kvclient.sequence import Flight, ReadReply
 from kvclient.values import Step, StepMark, StepResult
+from kvdepot.v1 import cache_pb2
 
 if TYPE_CHECKING:
     from kvclient.session import Session
@@ -65,8 +67,9 @@ class PendingStep:
         connection = flight.sent_on
         if connection is None or connection.is_over:
             return False
-        flights, num_here = self._session._sequence.flights, connection.replies.qsize()
-        return num_here > 0 and (flight is flights[0] or flight in list(flights)[:num_here])
+        num_here = connection.replies.qsize()
+        # A copy: another thread may take answers meanwhile.
+        return num_here > 0 and flight in tuple(self._session._sequence.flights)[:num_here]
 
 
 class StepStream:
@@ -134,8 +137,8 @@ class StepStream:
         connection = self._connection
         if connection is None or connection.is_over:
             self._drop()
-            open_stream = self._session.client._stubs.method("KVCacheService", "StepStream")
-            connection = self._connection = _Connection(open_stream)
+            channel = self._session.client._stubs.open_channel()
+            connection = self._connection = _Connection(Duplex(channel, STEP_STREAM))
             if self._watch is None:
                 # It knows the stream weakly: one that nobody refers to any more ends.
                 interval_s = min(0.5, self._timeout_s / 8)
@@ -208,29 +211,47 @@ class StepStream:
 
 
 class _Connection:
-    """One open stream. What is received is a message, or the RpcError that ended it, or None."""
+    """One open stream. A reply is a message, or the RpcError that ended it, or None.
 
-    def __init__(self, open_stream: Any) -> None:
-        # Received already, of Steps that nobody waited for.
+    A message whose reply is awaited is sent by its caller, who then waits for the reply. All
+    others are a thread's, which sleeps while there are none.
+    """
+
+    def __init__(self, duplex: Duplex) -> None:
+        # Received and read already, of Steps that nobody waited for.
         self.replies: SimpleQueue[Any] = SimpleQueue()
-        self.is_over = False
         self.is_late = False
-        # (message, whether its caller reads the reply); None ends it.
-        self._requests: SimpleQueue[Any] = SimpleQueue()
-        # Replies that the reader has or will have, and its orders; None ends it.
-        self._num_read_ahead = 0
-        self._orders: SimpleQueue[Any] = SimpleQueue()
-        self._reader: threading.Thread | None = None
+        self._duplex = duplex
+        # Who holds it works the call.
+        self._turn = threading.Lock()
+        self._is_closed = False
         self._deadline: float | None = None
-        self._call = open_stream(_messages(self._requests, self._orders))
+        # For the thread; None ends it.
+        self._messages: SimpleQueue[bytes | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._is_thread_waiting = False
+        # Replies that the thread has or will have.
+        self._num_read_ahead = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the call has ended, as far as this side has heard."""
+        return self._duplex.is_over
 
     def put(self, request: Any, *, is_awaited: bool) -> None:
         """Sends one message. Unless ``is_awaited``, its reply is read as it comes."""
-        if not is_awaited:
-            if self._reader is None:
-                self._begin_to_read()
-            self._num_read_ahead += 1
-        self._requests.put((request, is_awaited))
+        message = request.SerializeToString()
+        if is_awaited and not self._num_read_ahead:
+            with self._turn:
+                self._duplex.send(message)
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="kvdepot-steps", daemon=True)
+            self._thread.start()
+        self._num_read_ahead += 1
+        self._messages.put(message)
+        if self._is_thread_waiting:
+            self._duplex.wake()
 
     def receive(self, timeout_s: float) -> Any:
         """The next reply. When it is late: Empty, or what ``cancel_if_late`` left."""
@@ -241,67 +262,93 @@ class _Connection:
                 self.is_late = True
                 raise
             self._num_read_ahead -= 1
-            return reply
-        self._deadline = time.monotonic() + timeout_s
-        try:
-            return self._next()
-        finally:
-            self._deadline = None
+        else:
+            reply = self._wait(timeout_s)
+        return _parsed(reply) if isinstance(reply, bytes) else reply
 
     def cancel_if_late(self) -> None:
-        """A read has no deadline of its own: this ends one that takes too long."""
+        """A wait at the call has no deadline of its own: this ends one that takes too long."""
         deadline = self._deadline
         if deadline is not None and time.monotonic() > deadline:
             self.is_late = True
-            self._call.cancel()
+            self._duplex.cancel()
 
     def close(self) -> None:
         """Ends the stream."""
-        self._requests.put(None)
-        self._orders.put(None)
-        self._call.cancel()
+        self._is_closed = True
+        self._duplex.cancel()
+        self._messages.put(None)
+        self._hear_out()
+
+    def _wait(self, timeout_s: float) -> Any:
+        self._deadline = time.monotonic() + timeout_s
+        try:
+            with self._turn:
+                while not self._has_reply():
+                    self._duplex.wait()
+                return self._next()
+        finally:
+            self._deadline = None
+            if self._is_closed:
+                self._hear_out()
+
+    def _work(self) -> None:
+        while (message := self._messages.get()) is not None:
+            with self._turn:
+                self._converse(message)
+            if self._is_closed:
+                self._hear_out()
+                return
+
+    def _converse(self, message: bytes | None) -> None:
+        """Sends it and those that come meanwhile, until all are answered."""
+        num_unanswered = 0
+        while message is not None or num_unanswered:
+            if message is not None:
+                self._duplex.send(message)
+                num_unanswered += 1
+            self._is_thread_waiting = True
+            # Looked at only now: whoever puts one later sees that the thread is to be woken.
+            if self._messages.empty() and not self._has_reply():
+                self._duplex.wait()
+            self._is_thread_waiting = False
+            while num_unanswered and self._has_reply():
+                self.replies.put(_read(self._next()))
+                num_unanswered -= 1
+            message = None if self._messages.empty() else self._messages.get()
+
+    def _has_reply(self) -> bool:
+        return bool(self._duplex.received) or self._duplex.is_over
 
     def _next(self) -> Any:
-        try:
-            return next(self._call)
-        except StopIteration:
-            self.is_over = True
-            return None
-        except grpc.RpcError as error:
-            self.is_over = True
-            return error
+        duplex = self._duplex
+        return duplex.received.popleft() if duplex.received else duplex.error
 
-    def _begin_to_read(self) -> None:
-        self._reader = threading.Thread(target=self._read, name="kvdepot-steps", daemon=True)
-        self._reader.start()
-        # A stream that ends takes no more messages, and so gives no more orders.
-        if not self._call.add_callback(lambda: self._orders.put(True)):
-            self._orders.put(True)
-
-    def _read(self) -> None:
-        while self._orders.get() is not None:
-            self.replies.put(_read(self._next()))
-
-
-def _messages(requests: SimpleQueue[Any], orders: SimpleQueue[Any]) -> Iterator[Any]:
-    """What is to be sent, in the thread that sends it: it wakes the reader, so that who sends
-    a message wakes one thread, not two.
-    """
-    while (item := requests.get()) is not None:
-        request, is_awaited = item
-        if not is_awaited:
-            orders.put(True)
-        yield request
+    def _hear_out(self) -> None:
+        """Has gRPC let go of the call: now, or whoever has the turn does, at its end."""
+        if self._turn.acquire(blocking=False):
+            try:
+                self._duplex.hear_out()
+            finally:
+                self._turn.release()
 
 
 def _read(reply: Any) -> Any:
     """A message, read. One that cannot be is left as it is: its caller has the error."""
-    if reply is None or isinstance(reply, grpc.RpcError):
+    if not isinstance(reply, bytes):
         return reply
     try:
-        return ReadReply(reply.op_seq, convert.step_result(reply))
+        message = _parsed(reply)
+        return ReadReply(message.op_seq, convert.step_result(message))
     except Exception:
         return reply
+
+
+def _parsed(reply: bytes) -> cache_pb2.StepResponse:
+    try:
+        return cache_pb2.StepResponse.FromString(reply)
+    except DecodeError:
+        raise InternalError("the server sent what is no StepResponse", reason="BAD_REPLY") from None
 
 
 def _watch(stream: weakref.ref[StepStream], ended: threading.Event, interval_s: float) -> None:
