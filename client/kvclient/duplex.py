@@ -9,6 +9,7 @@ message, and with what they are built on: cygrpc's segregated calls, which are n
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from typing import Any
 
@@ -16,7 +17,8 @@ import grpc
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
-_BEGUN, _ENDED, _SENT, _RECEIVED, _WOKEN = "begun", "ended", "sent", "received", "woken"
+_BEGUN, _ENDED, _CLOSED = "begun", "ended", "closed"
+_SENT, _RECEIVED, _WOKEN = "sent", "received", "woken"
 
 
 class CallEnded(grpc.RpcError):
@@ -37,12 +39,14 @@ class CallEnded(grpc.RpcError):
 
 
 class Duplex:
-    """One call. Of ``send``, ``wait`` and ``hear_out`` one at a time; the rest whenever.
+    """One call, of at most ``timeout_s``. Of those that wait one at a time; the rest whenever.
 
     ``is_over`` when all is told that was begun: only then does gRPC let go of it.
     """
 
-    def __init__(self, channel: grpc.Channel, method: str) -> None:
+    def __init__(
+        self, channel: grpc.Channel, method: str, *, timeout_s: float | None = None
+    ) -> None:
         self.received: deque[bytes] = deque()
         self.is_over = False
         # None also if the server ended it well.
@@ -62,7 +66,7 @@ class Duplex:
             cygrpc.PropagationConstants.GRPC_PROPAGATE_DEFAULTS,
             method.encode(),
             None,
-            None,
+            None if timeout_s is None else time.time() + timeout_s,
             (),
             None,
             ((begin, _BEGUN), (end, _ENDED)),
@@ -74,6 +78,23 @@ class Duplex:
         while self._is_sending and not self.is_over:
             self.wait()
         self._is_sending = self._begin((cygrpc.SendMessageOperation(message, 0),), _SENT)
+
+    def end(self) -> None:
+        """Says that no message follows."""
+        self._begin((cygrpc.SendCloseFromClientOperation(0),), _CLOSED)
+
+    def receive(self) -> bytes | None:
+        """The next message, waited for; None when the server has ended the call well.
+
+        Raises ``error``.
+        """
+        while not self.received and not self.is_over:
+            self.wait()
+        if self.received:
+            return self.received.popleft()
+        if self.error is not None:
+            raise self.error
+        return None
 
     def wait(self) -> None:
         """Waits until anything happens: a message came, one was sent, the end, a ``wake``."""

@@ -286,7 +286,7 @@ class _Connection:
             with self._turn:
                 while not self._has_reply():
                     self._duplex.wait()
-                return self._next()
+                return self._next_reply()
         finally:
             self._deadline = None
             if self._is_closed:
@@ -313,14 +313,14 @@ class _Connection:
                 self._duplex.wait()
             self._is_thread_waiting = False
             while num_unanswered and self._has_reply():
-                self.replies.put(_read(self._next()))
+                self.replies.put(_read(self._next_reply()))
                 num_unanswered -= 1
             message = None if self._messages.empty() else self._messages.get()
 
     def _has_reply(self) -> bool:
         return bool(self._duplex.received) or self._duplex.is_over
 
-    def _next(self) -> Any:
+    def _next_reply(self) -> Any:
         duplex = self._duplex
         return duplex.received.popleft() if duplex.received else duplex.error
 

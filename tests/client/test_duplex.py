@@ -94,6 +94,26 @@ def test_how_it_ends_is_told_behind_what_came(
     assert duplex.is_over
 
 
+def test_one_way_until_the_end(duplex: Duplex) -> None:
+    duplex.send(b"first")
+    duplex.send(b"last")
+    duplex.end()
+    assert [duplex.receive(), duplex.receive(), duplex.receive()] == [b"first", b"last", None]
+    assert duplex.is_over and duplex.receive() is None
+
+
+def test_it_takes_no_longer_than_it_may() -> None:
+    with echo() as target, grpc.insecure_channel(target) as channel:
+        duplex = Duplex(channel, METHOD, timeout_s=0.3)
+        duplex.send(b"first")
+        duplex.send(HOLD)
+        assert duplex.receive() == b"first"
+        with pytest.raises(grpc.RpcError) as caught:
+            duplex.receive()
+        error: Any = caught.value
+        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and duplex.is_over
+
+
 def test_a_wake_ends_the_wait_of_another_thread(duplex: Duplex) -> None:
     duplex.send(b"first")
     assert received(duplex) == b"first"

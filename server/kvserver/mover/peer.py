@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 
 from kvclient.channel import PULL_BLOCKS, channel_options, data_target
+from kvclient.duplex import Duplex
 from kvclient.errors import Unavailable, from_rpc_error
 from kvclient.frame import Frame, parse
 from kvdepot.v1 import transfer_pb2 as pb
@@ -74,11 +75,13 @@ class Peer:
 
     def pull(self, address: str, request: pb.PullBlocksRequest, seconds: float) -> Iterator[Frame]:
         """PullBlocks at the data address."""
-        method: Any = self._take(data_target(self.target, address)).unary_stream(PULL_BLOCKS)
-        call = method(request.SerializeToString(), timeout=seconds)
+        channel = self._take(data_target(self.target, address))
+        call = Duplex(channel, PULL_BLOCKS, timeout_s=seconds)
         with self._run(call):
             try:
-                for message in call:
+                call.send(request.SerializeToString())
+                call.end()
+                while (message := call.receive()) is not None:
                     yield parse(message)
             except grpc.RpcError as error:
                 failed = from_rpc_error(error)
@@ -91,6 +94,7 @@ class Peer:
                 raise failed from None
             finally:
                 call.cancel()
+                call.hear_out()
 
     def close_transfer(self, transfer_id: str, seconds: float) -> None:
         """CloseTransfer, also when stopped."""
