@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import struct
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
 
-from kvclient.errors import CacheLost, InternalError, KVDepotError, NotFound, of_operation
+from kvclient.errors import CacheLost, KVDepotError
 from kvclient.facade.known import KnownRequest
+from kvclient.facade.message import Message, Queued
 from kvclient.facade.operation import Ask, Introduction, Offer
 from kvclient.stream import PendingStep, StepStream
 from kvclient.values import (
-    Cache,
-    Free,
     FreeMode,
-    Grow,
     OperationKind,
     Outcome,
     SlotRequest,
     SlotResult,
-    Step,
     StepMark,
     StepResult,
 )
 
-# NO_BUDGET: the message before it has taken all the blocks that one may take.
-_EXPECTED = (
-    *(Outcome.OK, Outcome.NO_FIT, Outcome.HIT_CHANGED),
-    *(Outcome.RESETTING, Outcome.NO_BUDGET),
-)
 _OK = Outcome.OK
 OPERATIONS_MAX = 4096
 """Operations that wait; one more sends them."""
@@ -58,9 +48,7 @@ class Outbox:
         self._mark = mark
         self._on_answer = on_answer
         self._on_unheard = on_unheard
-        # Cache and Free operations and asks: in order. The argument of a Free is its mode,
-        # negative if the request did not run.
-        self._queue: list[tuple[OperationKind, object, int]] = []
+        self._queue: list[Queued] = []
         # Of the asks among them: a Step has one.
         self._lookahead: int | None = None
         self._ahead: list[Ask] = []
@@ -70,7 +58,8 @@ class Outbox:
         self.offers: deque[Offer] = deque()
         # They go with messages that nobody waits for.
         self._introductions: deque[Introduction] = deque()
-        self._sent: deque[_Sent] = deque()
+        # Messages without an answer.
+        self._sent: deque[tuple[PendingStep, Message]] = deque()
         # Of those sent, with admissions.
         self._num_admitting = 0
         # A server that does not say what it takes is an older one.
@@ -189,7 +178,7 @@ class Outbox:
 
     def collect(self) -> None:
         """Reads the answers that are here."""
-        while self._sent and self._sent[0].pending.is_here():
+        while self._sent and self._sent[0][0].is_here():
             self._read()
 
     def forget_free_blocks(self) -> None:
@@ -241,7 +230,7 @@ class Outbox:
 
     def _put(
         self,
-        queue: list[tuple[OperationKind, object, int]],
+        queue: list[Queued],
         ahead: list[Ask],
         admissions: tuple[SlotRequest, ...] = (),
         *,
@@ -250,65 +239,22 @@ class Outbox:
         are_offers: bool = False,
     ) -> PendingStep:
         """One message: the first that are queued, the first asks ahead, and admissions."""
-        runs: list[tuple[OperationKind, int]] = []
-        asks: list[Ask] = []
-        caches: list[tuple[int, int]] = []
-        frees: list[tuple[int, int]] = []
-        for kind, subject, argument in queue:
-            if runs and runs[-1][0] is kind:
-                runs[-1] = (kind, runs[-1][1] + 1)
-            else:
-                runs.append((kind, 1))
-            if isinstance(subject, Ask):
-                asks.append(subject)
-            else:
-                assert isinstance(subject, int)
-                column = caches if kind is OperationKind.CACHE else frees
-                column.append((subject, argument))
-        if ahead:
-            asks.extend(ahead)
-            runs.append((OperationKind.GROW, len(ahead)))
-        num_before = len(queue) + len(ahead)
         introductions: list[Introduction] = []
         if self._introductions and not is_awaited:
-            introductions = self._next_introductions(self.operations_max - num_before)
-        introduced = [one.slots for one in introductions if one.slots is not None]
-        slots = [*admissions, *introduced]
-        if slots:
-            runs.append((OperationKind.ADMIT, len(slots)))
-        if token_budget is not None:
-            # It counts for growth, too, which is none of this budget's.
-            token_budget += sum([ask.num_new for ask in asks])
-        step = Step(
-            runs,
-            on_no_fit_stop=False,
-            token_budget=token_budget,
-            admissions=slots,
-            grow=_grow(asks),
-            cache=Cache(*zip(*caches, strict=True)) if caches else _NO_CACHE,
-            free=_free(frees),
+            introductions = self._next_introductions(self.operations_max - len(queue) - len(ahead))
+        num_certain = 1 if are_offers else len(admissions)
+        message = Message(queue, ahead, admissions, introductions, num_certain=num_certain)
+        pending = self._stream.send(
+            message.step(token_budget), mark=self._mark(), is_awaited=is_awaited
         )
-        pending = self._stream.send(step, mark=self._mark(), is_awaited=is_awaited)
         # Only now: what could not be sent stays queued.
         del self._queue[: len(queue)]
         del self._ahead[: len(ahead)]
         if not self._queue:
             self._lookahead = None
-        holds_more = bool(asks or caches or frees)
         for _ in introductions:
             self._introductions.popleft().is_sent = True
-        self._sent.append(
-            _Sent(
-                pending,
-                asks,
-                [handle for handle, _ in frees],
-                len(admissions),
-                introductions,
-                num_before,
-                1 if are_offers else len(admissions),
-                holds_more,
-            )
-        )
+        self._sent.append((pending, message))
         self._num_admitting += bool(admissions)
         return pending
 
@@ -334,17 +280,18 @@ class Outbox:
         """The answer to the oldest message; what waits for it is told."""
         if self._lost is not None:
             raise self._lost.again()
-        sent = self._sent[0]
-        pending, asks = sent.pending, sent.asks
+        pending, message = self._sent[0]
         try:
             result = pending.result()
         except KVDepotError as error:
             if pending.is_settled:
-                self._refused(sent, error)
+                self._refused(message, error)
             raise
         self._sent.popleft()
         self.num_free_blocks = result.free_blocks
-        self._num_admitting -= bool(sent.num_admissions)
+        num_admissions = len(message.admissions)
+        self._num_admitting -= bool(num_admissions)
+        asks = message.asks
         if asks:
             outcomes = result.grow.outcomes
             groups = range(len(result.grow.counts))
@@ -355,17 +302,17 @@ class Outbox:
                 for ask, outcome in zip(asks, outcomes, strict=True):
                     ask.outcome = Outcome(outcome)
             self._on_answer(asks)
-        for handle, ticket in zip(sent.freed, result.free_tickets, strict=False):
+        for handle, ticket in zip(message.freed, result.free_tickets, strict=False):
             if ticket:
                 self.tickets[handle] = ticket
-        admissions = result.admissions[: sent.num_admissions]
+        admissions = result.admissions[:num_admissions]
         for introduction, answer in zip(
-            sent.introductions, result.admissions[sent.num_admissions :], strict=True
+            message.introductions, result.admissions[num_admissions:], strict=True
         ):
             introduction.close()
             introduction.on_answer(introduction, answer.handle)
         try:
-            _check(result, sent)
+            message.check(result)
         except KVDepotError:
             awaited = None  # it may be another operation's error, and is raised all the same
             raise
@@ -375,81 +322,18 @@ class Outbox:
                     self._on_unheard(admission)
         return pending, result
 
-    def _refused(self, sent: _Sent, error: KVDepotError) -> None:
+    def _refused(self, message: Message, error: KVDepotError) -> None:
         """A message was not done, or nobody knows how; that is told once, to this caller.
 
         Of an admission he knows then. Of what else was in it nobody does.
         """
         self._sent.popleft()
-        self._num_admitting -= bool(sent.num_admissions)
-        for introduction in sent.introductions:
+        self._num_admitting -= bool(message.admissions)
+        for introduction in message.introductions:
             introduction.close()
-        if sent.holds_more and not isinstance(error, CacheLost):
+        if message.holds_more and not isinstance(error, CacheLost):
             self._lost = CacheLost(
                 f"the server refused what the facade had queued ({error.reason}: "
                 f"{error.message}): reopen the session, and admit its requests again",
                 reason="MESSAGE_REFUSED",
             )
-
-
-class _Sent(NamedTuple):
-    """A message without an answer. ``freed`` are handles; ``holds_more`` than its admissions.
-
-    Its operations are ``num_before``, its admissions, of which some may fail behind the first
-    ``num_certain``, and its introductions, which may.
-    """
-
-    pending: PendingStep
-    asks: list[Ask]
-    freed: list[int]
-    num_admissions: int
-    introductions: list[Introduction]
-    num_before: int
-    num_certain: int
-    holds_more: bool
-
-
-_NO_GROW, _NO_CACHE, _NO_FREE = Grow(), Cache(), Free()
-
-
-def _grow(asks: list[Ask]) -> Grow:
-    if not asks:
-        return _NO_GROW
-    # Of a dozen values: an array each costs five times as much.
-    pack = struct.Struct(f"<{len(asks)}i").pack
-    return Grow(
-        handles=pack(*[ask.known.handle for ask in asks]),
-        num_computed_tokens=pack(*[ask.num_computed for ask in asks]),
-        num_new_tokens=pack(*[ask.num_new for ask in asks]),
-        token_offsets=pack(*[ask.offset for ask in asks]),
-        token_counts=pack(*[len(ask.tokens) // 4 for ask in asks]),
-        tokens=b"".join([ask.tokens for ask in asks]),
-        num_lookahead_tokens=asks[0].lookahead,
-    )
-
-
-def _free(frees: list[tuple[int, int]]) -> Free:
-    if not frees:
-        return _NO_FREE
-    did_not_run = [mode < 0 for _, mode in frees]
-    return Free(
-        [handle for handle, _ in frees],
-        bytes([abs(mode) for _, mode in frees]),
-        bytes(did_not_run) if any(did_not_run) else b"",
-    )
-
-
-def _check(result: StepResult, sent: _Sent) -> None:
-    """Raises for an outcome that no caller can go on from."""
-    for error in result.errors:
-        if error.index < sent.num_before + sent.num_certain:
-            raise of_operation(error)
-    outcomes = {admission.outcome for admission in result.admissions[: sent.num_certain]}
-    outcomes.update(map(Outcome, result.grow.outcomes))
-    outcomes.update(map(Outcome, result.cache_outcomes))
-    outcomes.update(map(Outcome, result.free_outcomes))
-    for outcome in outcomes:
-        if outcome is Outcome.UNKNOWN_HANDLE:
-            raise NotFound("the server does not know the request", reason="UNKNOWN_HANDLE")
-        if outcome not in _EXPECTED:
-            raise InternalError(f"an operation answered {outcome.name}", reason="BAD_REPLY")
