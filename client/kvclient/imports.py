@@ -150,11 +150,9 @@ def unfinished() -> InternalError:
 
 
 def _path(number: int) -> TransferPath:
-    return (
-        TransferPath(number)
-        if number in TransferPath.__members__.values()
-        else (TransferPath.UNKNOWN)
-    )
+    """A way that this client does not know is UNKNOWN, too."""
+    known = number in TransferPath.__members__.values()
+    return TransferPath(number) if known else TransferPath.UNKNOWN
 
 
 class Import:

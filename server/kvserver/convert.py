@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from heapq import heappop, heappush
-from typing import Any, TypeVar
+from typing import Any
 
 from kvcore.errors import InvalidArgument
 from kvcore.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
@@ -30,8 +30,6 @@ from kvcore.reset import ResetMode, ResetResult, ResetScope
 from kvdepot.v1 import cache_pb2, event_pb2, types_pb2
 from kvserver.convert_pool import spec_kind
 from kvserver.errors import code_of
-
-Columns = TypeVar("Columns", Grow, Cache, Free)
 
 _FREE_MODES = {int(mode): mode for mode in FreeMode}
 # A key is in the hash, and in the event, of each block that it covers.

@@ -103,10 +103,6 @@ class DepotCollector(Collector):
             "reuse_gap": _Histogram("Between uses of a block, told at its eviction (sampled)."),
         }
 
-    def describe(self) -> list[Metric]:
-        """Empty, so that registering does not scrape."""
-        return []
-
     def collect(self) -> Iterator[Metric]:
         """Called in a scraping thread."""
         reading = asyncio.run_coroutine_threadsafe(self._read(), self._loop)
@@ -312,6 +308,7 @@ class MetricsServer:
     """The HTTP server of ``/metrics``, in threads of its own."""
 
     def __init__(self, collector: Collector, host: str, port: int) -> None:
+        # Else registering would scrape, on the loop that is scraped.
         registry = CollectorRegistry(auto_describe=False)
         registry.register(collector)
         ProcessCollector(registry=registry)
