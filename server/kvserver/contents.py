@@ -12,7 +12,7 @@ from kvcore.errors import ResourceExhausted
 from kvcore.transfer import TransferGroup
 from kvdepot.v1 import event_pb2
 from kvdepot.v1 import transfer_pb2 as pb
-from kvserver import convert
+from kvserver.convert_event import extra_key_list
 
 
 def add_contents(
@@ -65,7 +65,7 @@ def content_message(run: ContentRun) -> pb.ContentRun:
         count = sum(1 for _ in blocks)
         if keys:
             told = message.extra_keys.add(first=first, num_blocks=count)
-            told.keys.CopyFrom(convert.extra_key_list(keys))
+            told.keys.CopyFrom(extra_key_list(keys))
         first += count
     return message
 

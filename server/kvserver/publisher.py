@@ -12,120 +12,20 @@ import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from kvcore.errors import DataLoss, InvalidArgument, OutOfRange, ResourceExhausted, Unavailable
 from kvcore.events import AllBlocksCleared, BlockStored
-from kvcore.feed import Entry, RemovedBlocks, StoredBlocks, events_of
+from kvcore.feed import Entry, RemovedBlocks, StoredBlocks
 from kvdepot.v1 import event_pb2
-from kvserver import convert
-
-BATCH_EVENTS_MAX = 256
-BATCH_BYTES_MAX = 1 << 20
+from kvserver.event_batch import Batch, batches, num_events
+from kvserver.subscriber import Subscriber
 
 _FLUSH_SECONDS_MIN = 0.002
 _FLUSH_SECONDS_MAX = 0.2
 _FAN_OUT_PER_SECOND = 10_000  # messages to all subscribers together
 
 _KINDS = {StoredBlocks: "stored", RemovedBlocks: "removed", AllBlocksCleared: "cleared"}
-
-
-@dataclass(slots=True)
-class Batch:
-    """Consecutive events. Encoded when first wanted; then only the bytes are kept."""
-
-    first_sequence: int
-    num_events: int
-    nbytes: int  # about
-    timestamp_seconds: float
-    _entries: Sequence[Entry | BlockStored] | None
-    _encoded: bytes = b""
-
-    def encoded(self, epoch: str) -> bytes:
-        """The StreamEventsResponse."""
-        if self._entries is not None:
-            self._encoded = event_pb2.StreamEventsResponse(
-                epoch=epoch,
-                first_sequence=self.first_sequence,
-                timestamp_seconds=self.timestamp_seconds,
-                events=[convert.event(event) for event in events_of(self._entries)],
-            ).SerializeToString()
-            self._entries = None
-        return self._encoded
-
-    def encoded_from(self, sequence: int, epoch: str) -> bytes:
-        """The same, without the events before ``sequence``."""
-        encoded = self.encoded(epoch)
-        if sequence <= self.first_sequence:
-            return encoded
-        response = event_pb2.StreamEventsResponse.FromString(encoded)
-        del response.events[: sequence - self.first_sequence]
-        response.first_sequence = sequence
-        return response.SerializeToString()
-
-
-class Subscriber:
-    """One stream's bounded queue. ``next`` waits for the batch after the last."""
-
-    def __init__(self, batches_max: int, nbytes_max: int) -> None:
-        self.idle = False
-        self._batches_max = batches_max
-        self._nbytes_max = nbytes_max
-        self._queue: deque[bytes] = deque()
-        self._queued_bytes = 0
-        self._end: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, message: bytes) -> bool:
-        """Queue one message; False, and the end of the stream, when it does not fit."""
-        if (
-            len(self._queue) >= self._batches_max
-            or self._queued_bytes + len(message) > self._nbytes_max
-        ):
-            self._queue.clear()
-            self.end(
-                ResourceExhausted(
-                    f"the subscriber lags by more than {self._batches_max} batches "
-                    f"or {self._nbytes_max} bytes; resume from the last sequence seen",
-                    reason="SUBSCRIBER_TOO_SLOW",
-                    retryable=True,
-                )
-            )
-            return False
-        self._queue.append(message)
-        self._queued_bytes += len(message)
-        self._wake()
-        return True
-
-    def end(self, error: Exception) -> None:
-        """End the stream with ``error`` once the queue is read."""
-        self._end = error
-        self._wake()
-
-    def _wake(self) -> None:
-        self.idle = False
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    @property
-    def num_queued(self) -> int:
-        """Messages not read yet."""
-        return len(self._queue)
-
-    async def next(self) -> bytes:
-        """The next message. Raises the error that ends the stream."""
-        while not self._queue:
-            if self._end is not None:
-                raise self._end
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        message = self._queue.popleft()
-        self._queued_bytes -= len(message)
-        return message
 
 
 class Publisher:
@@ -170,11 +70,11 @@ class Publisher:
     def publish(self, entries: Iterable[Entry]) -> None:
         """Number the events of ``entries``, in order, and have them sent soon."""
         for entry in entries:
-            num_events = _num_events(entry)
+            count = num_events(entry)
             self._pending.append(entry)
-            self._pending_events += num_events
-            self.published[_KINDS[type(entry)]] += num_events
-            self.next_sequence += num_events
+            self._pending_events += count
+            self.published[_KINDS[type(entry)]] += count
+            self.next_sequence += count
         if self._flush_timer is None and self._pending:
             pace = len(self._subscribers) / _FAN_OUT_PER_SECOND
             delay = min(max(pace, _FLUSH_SECONDS_MIN), _FLUSH_SECONDS_MAX)
@@ -192,7 +92,7 @@ class Publisher:
         entries, self._pending = self._pending, []
         first = self.next_sequence - self._pending_events
         self._pending_events = 0
-        for batch in _batches(entries, first):
+        for batch in batches(entries, first):
             self._keep(batch)
             if self._subscribers:
                 message = batch.encoded(self.epoch)
@@ -263,14 +163,14 @@ class Publisher:
     def snapshot_messages(self, stored: Sequence[BlockStored]) -> Iterator[bytes]:
         """The index as messages; taken and numbered at this moment, encoded as read."""
         sequence, now = self.next_sequence, time.time()
-        batches = list(_batches(stored, sequence)) or [Batch(sequence, 0, 0, now, ())]
-        return self._snapshot_messages(batches, sequence)
+        taken = list(batches(stored, sequence)) or [Batch(sequence, 0, 0, now, ())]
+        return self._snapshot_messages(taken, sequence)
 
-    def _snapshot_messages(self, batches: list[Batch], sequence: int) -> Iterator[bytes]:
-        for position, batch in enumerate(batches):
+    def _snapshot_messages(self, taken: list[Batch], sequence: int) -> Iterator[bytes]:
+        for position, batch in enumerate(taken):
             whole = replace(batch, first_sequence=sequence).encoded(self.epoch)
             marks = event_pb2.StreamEventsResponse(
-                snapshot=True, snapshot_end=position == len(batches) - 1
+                snapshot=True, snapshot_end=position == len(taken) - 1
             )
             # Messages concatenated are messages merged.
             yield whole + marks.SerializeToString()
@@ -305,52 +205,3 @@ class Publisher:
                 subscriber.put(message)
             subscriber.idle = True
         self._arm_heartbeat()
-
-
-def _num_events(entry: Entry | BlockStored) -> int:
-    return len(entry) if isinstance(entry, StoredBlocks | RemovedBlocks) else 1
-
-
-def _nbytes(entry: Entry | BlockStored) -> int:
-    """About what one event of ``entry`` takes, encoded."""
-    if isinstance(entry, StoredBlocks):
-        run = entry.run
-        keys = max(map(_keys_nbytes, run.extra_keys or ()), default=0)
-        return 104 + len(run.tokens) // len(run.hashes) + keys
-    if isinstance(entry, BlockStored):
-        return 104 + len(entry.token_ids) + sum(map(_keys_nbytes, entry.extra_keys or ()))
-    return 72 if isinstance(entry, RemovedBlocks) else 32
-
-
-def _keys_nbytes(keys: tuple[Any, ...] | None) -> int:
-    """About what a block's extra keys take: there may be many, of 512 characters each."""
-    nbytes = 0
-    for key in keys or ():
-        text = key[0] if isinstance(key, tuple) else key
-        nbytes += 24 + len(text.encode() if isinstance(text, str) else text)
-    return nbytes
-
-
-def _batches(entries: Iterable[Entry | BlockStored], first_sequence: int) -> Iterator[Batch]:
-    now = time.time()
-    parts: list[Entry | BlockStored] = []
-    num_events, nbytes = 0, 0
-    for entry in entries:
-        size, start, stop = _nbytes(entry), 0, _num_events(entry)
-        while start < stop:
-            room = min(BATCH_EVENTS_MAX - num_events, (BATCH_BYTES_MAX - nbytes) // size)
-            if room <= 0 and parts:
-                yield Batch(first_sequence, num_events, nbytes, now, parts)
-                first_sequence += num_events
-                parts, num_events, nbytes = [], 0, 0
-                continue
-            taken = min(max(room, 1), stop - start)
-            if isinstance(entry, StoredBlocks | RemovedBlocks) and taken < stop:
-                parts.append(entry.part(start, start + taken))
-            else:
-                parts.append(entry)
-            start += taken
-            num_events += taken
-            nbytes += taken * size
-    if parts:
-        yield Batch(first_sequence, num_events, nbytes, now, parts)

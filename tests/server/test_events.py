@@ -11,7 +11,7 @@ import pytest
 
 from kvcore.feed import RemovedBlocks
 from kvdepot.v1 import event_pb2
-from kvserver.publisher import BATCH_EVENTS_MAX
+from kvserver.event_batch import BATCH_EVENTS_MAX
 from serving import BLOCK_SIZE, Scheduler, Serve, Served, detail_of, eventually, refused, tokens
 
 PROMPT = tokens(*range(1, 11))

@@ -20,8 +20,9 @@ from kvcore.errors import (
 from kvcore.events import AllBlocksCleared
 from kvcore.feed import ContentKind, Entry, RemovedBlocks, StoredBlocks, StoredRun, events_of
 from kvdepot.v1 import event_pb2
-from kvserver import convert
-from kvserver.publisher import BATCH_BYTES_MAX, Publisher
+from kvserver import convert_event
+from kvserver.event_batch import BATCH_BYTES_MAX
+from kvserver.publisher import Publisher
 
 
 def make(**options: Any) -> Publisher:
@@ -128,7 +129,7 @@ def test_entries_of_the_feed_are_sent_as_their_events(num_tokens: int) -> None:
             streams.append(responses)
         assert streams[0] == streams[1]
         assert [event for batch in streams[0] for event in batch.events] == [
-            convert.event(event) for event in events
+            convert_event.event(event) for event in events
         ]
 
     on_loop(story)
