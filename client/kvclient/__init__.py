@@ -4,8 +4,9 @@
 """
 
 from kvclient.attachment import Attachment
-from kvclient.client import Client, Stream
+from kvclient.client import Client
 from kvclient.errors import CacheLost, KVDepotError
+from kvclient.event_stream import Stream
 from kvclient.session import Session
 from kvclient.stream import StepStream
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from kvclient import convert, reports
+from kvclient.convert_pool import pool_description
 from kvclient.errors import FailedPrecondition
 from kvclient.values import (
     Content,
@@ -26,7 +27,7 @@ from kvclient.values import (
     StepResult,
     Tokens,
 )
-from kvdepot.v1 import admin_pb2, cache_pb2, event_pb2, transfer_pb2
+from kvdepot.v1 import admin_pb2, cache_pb2, transfer_pb2
 
 Result = TypeVar("Result")
 
@@ -86,7 +87,7 @@ def open_session(opening: Opening) -> Call[Opened]:
         lambda reply: Opened(
             reply.session_id,
             reply.epoch,
-            convert.pool_description(reply.pool, reply.epoch),
+            pool_description(reply.pool, reply.epoch),
             reply.reply_window,
             reply.lease_ttl_seconds,
             reply.max_step_operations,
@@ -212,7 +213,7 @@ def describe_pool() -> Call[PoolDescription]:
         "KVTransferService",
         "DescribePool",
         transfer_pb2.DescribePoolRequest(),
-        lambda reply: convert.pool_description(reply.pool, reply.epoch),
+        lambda reply: pool_description(reply.pool, reply.epoch),
     )
 
 
@@ -279,16 +280,3 @@ def drain() -> Call[int]:
 def attach_worker(session_id: str, epoch: str, name: str) -> transfer_pb2.AttachWorkerRequest:
     """The request of AttachWorker."""
     return transfer_pb2.AttachWorkerRequest(session_id=session_id, epoch=epoch, name=name)
-
-
-def stream_events(
-    from_sequence: int | None, epoch: str, snapshot: bool
-) -> event_pb2.StreamEventsRequest:
-    """The request of StreamEvents."""
-    return event_pb2.StreamEventsRequest(
-        epoch=epoch,
-        from_sequence=(
-            None if from_sequence is None else convert.uint64(from_sequence, "from_sequence")
-        ),
-        snapshot=snapshot,
-    )

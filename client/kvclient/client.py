@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import grpc
 
-from kvclient import calls, convert, transfer
+from kvclient import calls, event_stream, transfer
 from kvclient.attachment import Attachment
 from kvclient.calls import Call, Opening
 from kvclient.channel import BACKOFFS_S, MAX_MESSAGE_BYTES, TIMEOUT_S, Stubs, channel_options
-from kvclient.errors import KVDepotError, Unavailable, from_rpc_error, unanswered
-from kvclient.events import EventBatch
+from kvclient.errors import KVDepotError, Unavailable, unanswered
+from kvclient.event_stream import Stream
 from kvclient.imports import Import, TransferPath, call_seconds, hashes_request
 from kvclient.keeper import LeaseKeeper
 from kvclient.pulling import BlockStream
@@ -23,37 +23,6 @@ from kvclient.session import Session
 from kvclient.values import PoolDescription
 
 Result = TypeVar("Result")
-
-
-class Stream(Generic[Result]):
-    """What a server streams, to iterate over; ``close`` ends it early."""
-
-    def __init__(self, call: Any, read: Callable[[Any], Iterable[Result]]) -> None:
-        self._call = call
-        self._items = self._read(read)
-
-    def __iter__(self) -> Iterator[Result]:
-        return self
-
-    def __next__(self) -> Result:
-        return next(self._items)
-
-    def _read(self, read: Callable[[Any], Iterable[Result]]) -> Iterator[Result]:
-        try:
-            for message in self._call:
-                yield from read(message)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
-
-    def close(self) -> None:
-        """Ends the stream; whoever waits for its next item gets Cancelled."""
-        self._call.cancel()
-
-    def __enter__(self) -> Stream[Result]:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
 
 class Client:
@@ -203,18 +172,18 @@ class Client:
 
     def stream_events(
         self, from_sequence: int | None = None, *, epoch: str = "", snapshot: bool = False
-    ) -> Stream[EventBatch]:
+    ) -> Stream:
         """What happens to the index, from ``from_sequence`` (default: now), until closed.
 
         With ``snapshot``, all that is there comes first. The subscription stands when
         this returns. OutOfRange for a cursor no longer kept, DataLoss for one of an
         ``epoch`` that is over.
         """
-        request = calls.stream_events(from_sequence, epoch, snapshot)
+        request = event_stream.request(from_sequence, epoch, snapshot)
         call = self._stubs.method("KVEventService", "StreamEvents")(request)
         # Answered once subscribed; a failed call answers too, and fails when iterated over.
         call.initial_metadata()
-        return Stream(call, lambda message: (convert.event_batch(message),))
+        return Stream(call)
 
     def close(self) -> None:
         """Ends every call and stream. Sessions live on until their leases end: close them first."""

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
-from typing import Any
 
-from kvclient.convert_pool import SPEC_KINDS
-from kvclient.convert_pool import pool_description as pool_description
-from kvclient.errors import InternalError, InvalidArgument
-from kvclient.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
+from kvclient.errors import InvalidArgument
 from kvclient.values import (
     BlockHolder,
     BlockTables,
@@ -34,13 +30,7 @@ from kvclient.values import (
     int32_column,
     token_bytes,
 )
-from kvdepot.v1 import cache_pb2, event_pb2, types_pb2
-
-_REMOVAL_REASONS = {
-    event_pb2.REMOVAL_REASON_EVICTED: "evicted",
-    event_pb2.REMOVAL_REASON_RESET: "reset",
-}
-
+from kvdepot.v1 import cache_pb2, types_pb2
 
 # --- requests -------------------------------------------------------------------------
 
@@ -315,61 +305,3 @@ def step_result(reply: cache_pb2.StepResponse) -> StepResult:
         ],
         free_blocks=reply.free_blocks,
     )
-
-
-# --- events ---------------------------------------------------------------------------
-
-
-def event_batch(message: event_pb2.StreamEventsResponse) -> EventBatch:
-    """One message of the event stream."""
-    return EventBatch(
-        epoch=message.epoch,
-        first_sequence=message.first_sequence,
-        timestamp_seconds=message.timestamp_seconds,
-        events=tuple([event(item) for item in message.events]),
-        snapshot=message.snapshot,
-        snapshot_end=message.snapshot_end,
-    )
-
-
-def event(message: event_pb2.Event) -> Event:
-    """One event. InternalError for a kind that this client does not know."""
-    kind = message.WhichOneof("event")
-    if kind == "block_stored":
-        return _block_stored(message.block_stored)
-    if kind == "block_removed":
-        removed = message.block_removed
-        return BlockRemoved(
-            tuple(removed.block_hashes),
-            removed.group,
-            removed.medium,
-            _REMOVAL_REASONS.get(removed.reason, "unknown"),
-        )
-    if kind == "all_blocks_cleared":
-        return AllBlocksCleared(message.all_blocks_cleared.generation)
-    raise InternalError("an event of an unknown kind", reason="UNKNOWN_EVENT")
-
-
-def _block_stored(stored: event_pb2.BlockStored) -> BlockStored:
-    has = stored.HasField
-    return BlockStored(
-        block_hashes=tuple(stored.block_hashes),
-        parent_block_hash=stored.parent_block_hash if has("parent_block_hash") else None,
-        token_ids=stored.token_ids,
-        block_size=stored.block_size,
-        lora_id=stored.lora_id if has("lora_id") else None,
-        lora_name=stored.lora_name if has("lora_name") else None,
-        extra_keys=tuple(
-            tuple([_extra_key(key) for key in keys.keys]) for keys in stored.extra_keys
-        ),
-        group=stored.group,
-        spec_kind=SPEC_KINDS.get(stored.spec_kind, "unknown"),
-        medium=stored.medium,
-        sliding_window=stored.sliding_window if has("sliding_window") else None,
-    )
-
-
-def _extra_key(key: event_pb2.ExtraKey) -> Any:
-    if key.WhichOneof("key") == "multimodal":
-        return key.multimodal.identifier, key.multimodal.offset
-    return key.digest if key.WhichOneof("key") == "digest" else key.text

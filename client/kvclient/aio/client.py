@@ -5,58 +5,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import grpc
 
-from kvclient import calls, convert, transfer
+from kvclient import calls, event_stream, transfer
 from kvclient.aio.attachment import Attachment
+from kvclient.aio.event_stream import Stream
 from kvclient.aio.imports import Import
 from kvclient.aio.keeper import LeaseKeeper
 from kvclient.aio.pulling import BlockStream
 from kvclient.aio.session import Session
 from kvclient.calls import Call, Opening
 from kvclient.channel import BACKOFFS_S, MAX_MESSAGE_BYTES, TIMEOUT_S, Stubs, channel_options
-from kvclient.errors import KVDepotError, Unavailable, from_rpc_error, unanswered
-from kvclient.events import EventBatch
+from kvclient.errors import KVDepotError, Unavailable, unanswered
 from kvclient.imports import TransferPath, call_seconds, hashes_request
 from kvclient.reports import AuditReport, RequestPage, SessionInfo, Stats, TransferInfo
 from kvclient.values import PoolDescription
 
 Result = TypeVar("Result")
-
-
-class Stream(Generic[Result]):
-    """What a server streams, to iterate over; ``close`` ends it early."""
-
-    def __init__(self, call: Any, read: Callable[[Any], Iterable[Result]]) -> None:
-        self._call = call
-        self._items = self._read(read)
-
-    def __aiter__(self) -> AsyncIterator[Result]:
-        return self
-
-    async def __anext__(self) -> Result:
-        return await self._items.__anext__()
-
-    async def _read(self, read: Callable[[Any], Iterable[Result]]) -> AsyncIterator[Result]:
-        try:
-            async for message in self._call:
-                for item in read(message):
-                    yield item
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
-
-    def close(self) -> None:
-        """Ends the stream."""
-        self._call.cancel()
-
-    async def __aenter__(self) -> Stream[Result]:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        self.close()
 
 
 class Client:
@@ -205,19 +173,19 @@ class Client:
 
     async def stream_events(
         self, from_sequence: int | None = None, *, epoch: str = "", snapshot: bool = False
-    ) -> Stream[EventBatch]:
+    ) -> Stream:
         """What happens to the index, from ``from_sequence`` (default: now), until closed.
 
         With ``snapshot``, all that is there comes first. The subscription stands when
         this returns. OutOfRange for a cursor no longer kept, DataLoss for one of an
         ``epoch`` that is over.
         """
-        request = calls.stream_events(from_sequence, epoch, snapshot)
+        request = event_stream.request(from_sequence, epoch, snapshot)
         call = self._stubs.method("KVEventService", "StreamEvents")(request)
         # Answered once subscribed; a failed call answers too, and fails when iterated over.
         with contextlib.suppress(grpc.RpcError):
             await call.initial_metadata()
-        return Stream(call, lambda message: (convert.event_batch(message),))
+        return Stream(call)
 
     async def close(self) -> None:
         """Ends every call and stream. Sessions live on until their leases end: close them first."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Set
 
 import numpy as np
 
-from kvclient.client import Client, Stream
+from kvclient.client import Client
 from kvclient.errors import (
     DataLoss,
     KVDepotError,
@@ -20,7 +20,8 @@ from kvclient.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from kvclient.events import BlockRemoved, BlockStored, Event, EventBatch, IndexMirror
+from kvclient.event_stream import Stream
+from kvclient.events import BlockRemoved, BlockStored, Event, IndexMirror
 from kvclient.replay.pattern import Values, prefix_sums
 
 _AWAY_SECONDS = 0.2  # before a server that cannot be reached is asked again
@@ -95,7 +96,7 @@ class Follower:
         self._client = client
         self._persists = persists
         self._stopping = False
-        self._stream: Stream[EventBatch] | None = None
+        self._stream: Stream | None = None
         self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
         self._thread.start()
 
