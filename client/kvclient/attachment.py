@@ -11,12 +11,13 @@ import grpc
 from kvclient import calls
 from kvclient.errors import (
     CacheLost,
-    DeadlineExceeded,
     FailedPrecondition,
     KVDepotError,
     Unavailable,
     from_rpc_error,
     lost_by,
+    no_answer,
+    stream_ended,
 )
 
 if TYPE_CHECKING:
@@ -48,6 +49,10 @@ class AttachmentState:
         """The stream is over."""
         if self._error is None:
             self._error = lost_by(error) or error
+
+    def detached(self) -> None:
+        """By the worker itself."""
+        self.ended(FailedPrecondition("the worker is detached", reason="DETACHED"))
 
     def error(self, now: float) -> KVDepotError | None:
         """Why not to write any more; None while it is right to."""
@@ -82,13 +87,12 @@ class Attachment:
         self._thread.start()
         if not self._answered.wait(client.timeout_s):
             self.close()
-            raise DeadlineExceeded(
-                f"no answer within {client.timeout_s} s", reason="DEADLINE_EXCEEDED", retryable=True
-            )
-        error = self._state.error(time.monotonic())
-        if error is not None:
+            raise no_answer(client.timeout_s)
+        try:
+            self.check()
+        except KVDepotError:
             self.close()
-            raise error
+            raise
 
     def check(self) -> None:
         """Raises when this worker must not write any more.
@@ -101,7 +105,7 @@ class Attachment:
 
     def close(self) -> None:
         """This worker writes no more; it is detached."""
-        self._state.ended(FailedPrecondition("the worker is detached", reason="DETACHED"))
+        self._state.detached()
         self._call.cancel()
         if self._thread is not threading.current_thread():
             self._thread.join(_JOIN_SECONDS)
@@ -117,9 +121,7 @@ class Attachment:
             for message in self._call:
                 self._state.heard(message, time.monotonic())
                 self._answered.set()
-            self._state.ended(
-                Unavailable("the server ended the stream", reason="STREAM_ENDED", retryable=True)
-            )
+            self._state.ended(stream_ended())
         except grpc.RpcError as error:
             self._state.ended(from_rpc_error(error))
         finally:

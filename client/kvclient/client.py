@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -13,9 +13,9 @@ from kvclient import calls, event_stream, transfer
 from kvclient.attachment import Attachment
 from kvclient.calls import Call, Opening
 from kvclient.channel import BACKOFFS_S, MAX_MESSAGE_BYTES, TIMEOUT_S, Stubs, channel_options
-from kvclient.errors import KVDepotError, Unavailable, unanswered
+from kvclient.errors import Unavailable, unanswered
 from kvclient.event_stream import Stream
-from kvclient.imports import Import, TransferPath, call_seconds, hashes_request
+from kvclient.imports import Import, TransferPath, hashes_request
 from kvclient.keeper import LeaseKeeper
 from kvclient.pulling import BlockStream
 from kvclient.reports import AuditReport, RequestPage, SessionInfo, Stats, TransferInfo
@@ -168,7 +168,7 @@ class Client:
         request = hashes_request(
             block_hashes, peer, paths=paths, checksums=checksums, deadline_s=deadline_s
         )
-        return self._import(request, deadline_s, lambda error: error)
+        return Import(self, request, deadline_s)
 
     def stream_events(
         self, from_sequence: int | None = None, *, epoch: str = "", snapshot: bool = False
@@ -198,15 +198,6 @@ class Client:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-    def _import(
-        self,
-        request: Any,
-        deadline_s: float | None,
-        translate: Callable[[KVDepotError], KVDepotError],
-    ) -> Import:
-        method = self._stubs.method("KVTransferService", "ImportBlocks")
-        return Import(method(request, timeout=call_seconds(deadline_s, self.timeout_s)), translate)
 
     def _open(self, opening: Opening) -> Session:
         asked_at = time.monotonic()

@@ -213,6 +213,18 @@ def unanswered(error: grpc.RpcError, *, closed: bool) -> KVDepotError:
     return typed
 
 
+def no_answer(timeout_s: float) -> DeadlineExceeded:
+    """Of a stream that has been silent for so long."""
+    return DeadlineExceeded(
+        f"no answer within {timeout_s:g} s", reason="DEADLINE_EXCEEDED", retryable=True
+    )
+
+
+def stream_ended() -> Unavailable:
+    """Of a stream that the server ended without an error."""
+    return Unavailable("the server ended the stream", reason="STREAM_ENDED", retryable=True)
+
+
 def lost_by(error: KVDepotError) -> CacheLost | None:
     """The session's end, if that is what a call of it failed with."""
     if not error.answered or error.reason not in _LOST_REASONS:

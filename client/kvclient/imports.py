@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from kvclient.convert import uint32
 from kvclient.errors import InternalError, KVDepotError, from_rpc_error
 from kvdepot.v1 import transfer_pb2 as pb
+
+if TYPE_CHECKING:
+    from kvclient.client import Client
 
 
 class TransferPath(IntEnum):
@@ -115,11 +118,6 @@ def _request(
     )
 
 
-def call_seconds(deadline_s: float | None, timeout_s: float) -> float | None:
-    """How long the call may take: what the import may, and a little; None: the server's bound."""
-    return None if deadline_s is None else deadline_s + timeout_s
-
-
 def progress(message: pb.ImportBlocksResponse) -> ImportProgress:
     """What a message tells while the import runs."""
     return ImportProgress(message.num_blocks, message.num_bytes, _path(message.path))
@@ -161,8 +159,17 @@ class Import:
     ``close`` ends it early. Its blocks are nobody's until no byte can land in them any more.
     """
 
-    def __init__(self, call: Any, translate: Callable[[KVDepotError], KVDepotError]) -> None:
-        self._call = call
+    def __init__(
+        self,
+        client: Client,
+        request: pb.ImportBlocksRequest,
+        deadline_s: float | None,
+        translate: Callable[[KVDepotError], KVDepotError] = lambda error: error,
+    ) -> None:
+        method = client._stubs.method("KVTransferService", "ImportBlocks")
+        # What the import may take, and a little; None: the server's bound.
+        timeout_s = None if deadline_s is None else deadline_s + client.timeout_s
+        self._call: Any = method(request, timeout=timeout_s)
         self._translate = translate
         self._result: ImportResult | None = None
         self._items = self._read()

@@ -13,15 +13,13 @@ from kvclient.calls import Call, Opened, Opening
 from kvclient.errors import (
     CacheLost,
     DeadlineExceeded,
-    FailedPrecondition,
     KVDepotError,
     lost_by,
 )
 from kvclient.imports import Import, TransferPath, session_request
-from kvclient.lease import Lease
 from kvclient.reset import DrainPolls
 from kvclient.sequence import Flight, unsettled
-from kvclient.sequence import Sequence as OpSequence
+from kvclient.session_state import SessionState
 from kvclient.stream import StepStream
 from kvclient.values import (
     Content,
@@ -44,7 +42,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
-class Session:
+class Session(SessionState):
     """One scheduler's session. Calls from several threads take turns.
 
     A call that raised Unavailable or DeadlineExceeded may or may not have been done;
@@ -56,35 +54,15 @@ class Session:
 
     The client renews the lease for as long as the session is open and referred to. Once
     it is lost every call raises CacheLost at once; ``reopen`` begins anew.
-
-    ``reply_window``: so many of its last replies does the server keep, so that a call whose
-    reply was lost is answered, not done, when it is sent again. Of large replies it keeps
-    fewer; FailedPrecondition, OP_SEQ_OUT_OF_WINDOW, then says that it was done, not how.
-    ``step_operations_max``: a Step with more operations is refused.
     """
+
+    client: Client
 
     def __init__(
         self, client: Client, opening: Opening, opened: Opened, *, asked_at: float
     ) -> None:
-        self.client = client
-        self.session_id = opened.session_id
-        self.epoch = opened.epoch
-        self.pool = opened.pool
-        self.reply_window = opened.reply_window
-        self.lease_ttl_s = opened.lease_ttl_s
-        self.step_operations_max = opened.step_operations_max
-        self._opening = opening
-        self._lease = Lease(opened.lease_ttl_s, asked_at)
-        self._lost: CacheLost | None = None
-        self._sequence = OpSequence(opened.session_id, opened.epoch)
+        super().__init__(client, opening, opened, asked_at=asked_at)
         self._lock = threading.Lock()
-        self._closed = False
-        client._keeper.add(self)
-
-    @property
-    def lost(self) -> CacheLost | None:
-        """Why the session is over, as far as this side knows; None while it is not."""
-        return self._lost
 
     def reopen(self) -> Session:
         """A new session with the same name and options; this one is over.
@@ -186,9 +164,7 @@ class Session:
         may be freed meanwhile. None of the session's ordered calls: others go on beside it.
         Of a group with ``needs_zeroing`` the blocks are zeroed before, not in a later step.
         """
-        if self._closed:
-            raise FailedPrecondition("the session is closed", reason="SESSION_CLOSED")
-        self._check_not_lost()
+        self._check_open()
         request = session_request(
             self.session_id,
             self.epoch,
@@ -198,7 +174,7 @@ class Session:
             checksums=checksums,
             deadline_s=deadline_s,
         )
-        return self.client._import(request, deadline_s, self._as_lost)
+        return Import(self.client, request, deadline_s, self._as_lost)
 
     def settle(self) -> Any:
         """The result of the last call, if its answer did not come; else None."""
@@ -231,28 +207,6 @@ class Session:
         else:
             with contextlib.suppress(KVDepotError):
                 self.close()
-
-    def _lose(self, lost: CacheLost) -> None:
-        if self._lost is None:
-            self._lost = lost
-        self.client._keeper.remove(self)
-
-    def _as_lost(self, error: KVDepotError) -> KVDepotError:
-        """The error, or that the session is lost, which it says."""
-        lost = lost_by(error)
-        if lost is None:
-            return error
-        self._lose(lost)
-        return lost
-
-    def _check_not_lost(self) -> None:
-        if self._lost is not None:
-            raise self._lost.again()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise FailedPrecondition("the session is closed", reason="SESSION_CLOSED")
-        self._check_not_lost()
 
     def _call(self, call: Call[Result]) -> Result:
         """Settles what is in flight, then does ``call``, one at a time."""

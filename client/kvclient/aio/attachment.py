@@ -10,7 +10,7 @@ import grpc
 
 from kvclient import calls
 from kvclient.attachment import AttachmentState
-from kvclient.errors import DeadlineExceeded, FailedPrecondition, Unavailable, from_rpc_error
+from kvclient.errors import from_rpc_error, no_answer, stream_ended
 
 if TYPE_CHECKING:
     from kvclient.aio.client import Client
@@ -38,7 +38,7 @@ class Attachment:
 
     async def close(self) -> None:
         """This worker writes no more; it is detached."""
-        self._state.ended(FailedPrecondition("the worker is detached", reason="DETACHED"))
+        self._state.detached()
         self._call.cancel()
         await asyncio.wait([self._task])
 
@@ -56,9 +56,7 @@ class Attachment:
             self.check()
         except asyncio.TimeoutError:
             await self.close()
-            raise DeadlineExceeded(
-                f"no answer within {timeout_s:g} s", reason="DEADLINE_EXCEEDED", retryable=True
-            ) from None
+            raise no_answer(timeout_s) from None
         except BaseException:
             await self.close()
             raise
@@ -69,9 +67,7 @@ class Attachment:
             async for message in self._call:
                 self._state.heard(message, time.monotonic())
                 self._answered.set()
-            self._state.ended(
-                Unavailable("the server ended the stream", reason="STREAM_ENDED", retryable=True)
-            )
+            self._state.ended(stream_ended())
         except grpc.RpcError as error:
             self._state.ended(from_rpc_error(error))
         except asyncio.CancelledError:  # by close

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -19,8 +19,8 @@ from kvclient.aio.pulling import BlockStream
 from kvclient.aio.session import Session
 from kvclient.calls import Call, Opening
 from kvclient.channel import BACKOFFS_S, MAX_MESSAGE_BYTES, TIMEOUT_S, Stubs, channel_options
-from kvclient.errors import KVDepotError, Unavailable, unanswered
-from kvclient.imports import TransferPath, call_seconds, hashes_request
+from kvclient.errors import Unavailable, unanswered
+from kvclient.imports import TransferPath, hashes_request
 from kvclient.reports import AuditReport, RequestPage, SessionInfo, Stats, TransferInfo
 from kvclient.values import PoolDescription
 
@@ -28,12 +28,10 @@ Result = TypeVar("Result")
 
 
 class Client:
-    """One server, at ``host:port`` or ``unix:/path``; made inside the event loop.
+    """One server, as ``kvclient.client.Client``, where its calls are explained.
 
-    Every call ends within ``timeout_s`` in a value or an error of ``kvclient.errors``; until
-    then a server that cannot be reached is asked again a few times. One task renews the
-    leases of the client's sessions: an event loop that is kept busy for longer than a lease
-    loses it.
+    Made inside the event loop. One task renews the leases of the client's sessions: a loop
+    that is kept busy for longer than a lease loses it.
     """
 
     def __init__(
@@ -52,18 +50,11 @@ class Client:
     async def open_session(
         self, name: str = "", fingerprint: str = "", *, lease_ttl_s: float | None = None
     ) -> Session:
-        """A new session; with ``fingerprint``, only on a pool that has it.
-
-        It ends ``lease_ttl_s`` after the server last heard of it (default: the server's).
-        """
+        """A new session; with ``fingerprint``, only on a pool that has it."""
         return await self._open(Opening(name, fingerprint, lease_ttl_s))
 
     async def attach_worker(self, session_id: str, epoch: str = "", name: str = "") -> Attachment:
-        """Tells the server that this process writes to the pool under a session.
-
-        Until the attachment is closed, or this process ends, the blocks of the session
-        are given to nobody else should it end. CacheLost when it has ended already.
-        """
+        """Tells the server that this process writes to the pool under a session."""
         for backoff_s in BACKOFFS_S:
             try:
                 return await Attachment(self, session_id, epoch, name)._attached()
@@ -90,10 +81,7 @@ class Client:
     async def list_requests(
         self, session_id: str = "", *, page_size: int = 0, page_token: str = ""
     ) -> RequestPage:
-        """Requests of a session, or of all, oldest first, a page at a time.
-
-        ``page_size`` 0 is the server's default.
-        """
+        """Requests of a session, or of all, oldest first, a page at a time."""
         return await self._invoke(calls.list_requests(session_id, page_size, page_token))
 
     async def list_transfers(self) -> tuple[TransferInfo, ...]:
@@ -101,10 +89,7 @@ class Client:
         return await self._invoke(calls.list_transfers())
 
     async def evict_blocks(self, block_ids: Iterable[int]) -> int:
-        """Takes blocks out of the prefix cache; answers how many had content.
-
-        Who holds one keeps it. InvalidArgument, and nothing is done, if an id is none.
-        """
+        """Takes blocks out of the prefix cache; answers how many had content."""
         return await self._invoke(calls.evict_blocks(block_ids))
 
     async def drain(self) -> int:
@@ -120,11 +105,7 @@ class Client:
         fingerprint: str = "",
         timeout_s: float | None = None,
     ) -> BlockStream:
-        """Copies of blocks, one answer a hash, in order; all within ``timeout_s``.
-
-        They are pinned while they are pulled. With ``checksums`` each is verified: DataLoss
-        for one that came damaged. A stream that breaks is not begun again.
-        """
+        """Copies of blocks, one answer a hash, in order; all within ``timeout_s``."""
         ends_at = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
         pull = transfer.Pull(block_hashes, group, checksums, ends_at)
         return BlockStream(self, pull, fingerprint)
@@ -161,25 +142,16 @@ class Client:
         checksums: bool = False,
         deadline_s: float | None = None,
     ) -> Import:
-        """Has the server pull blocks from ``peer`` into its cache, parents before children.
-
-        ``block_hashes`` are by group, or of the first. ``paths``: those allowed, in order;
-        none: all, the best first. Runs at most ``deadline_s`` (default: the server's bound).
-        """
+        """Has the server pull blocks from ``peer`` into its cache, parents before children."""
         request = hashes_request(
             block_hashes, peer, paths=paths, checksums=checksums, deadline_s=deadline_s
         )
-        return self._import(request, deadline_s, lambda error: error)
+        return Import(self, request, deadline_s)
 
     async def stream_events(
         self, from_sequence: int | None = None, *, epoch: str = "", snapshot: bool = False
     ) -> Stream:
-        """What happens to the index, from ``from_sequence`` (default: now), until closed.
-
-        With ``snapshot``, all that is there comes first. The subscription stands when
-        this returns. OutOfRange for a cursor no longer kept, DataLoss for one of an
-        ``epoch`` that is over.
-        """
+        """What happens to the index, from ``from_sequence`` (default: now), until closed."""
         request = event_stream.request(from_sequence, epoch, snapshot)
         call = self._stubs.method("KVEventService", "StreamEvents")(request)
         # Answered once subscribed; a failed call answers too, and fails when iterated over.
@@ -199,15 +171,6 @@ class Client:
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
-
-    def _import(
-        self,
-        request: Any,
-        deadline_s: float | None,
-        translate: Callable[[KVDepotError], KVDepotError],
-    ) -> Import:
-        method = self._stubs.method("KVTransferService", "ImportBlocks")
-        return Import(method(request, timeout=call_seconds(deadline_s, self.timeout_s)), translate)
 
     async def _open(self, opening: Opening) -> Session:
         asked_at = time.monotonic()

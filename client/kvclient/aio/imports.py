@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from kvclient import imports
 from kvclient.errors import KVDepotError, from_rpc_error
+from kvdepot.v1 import transfer_pb2 as pb
+
+if TYPE_CHECKING:
+    from kvclient.aio.client import Client
 
 
 class Import:
@@ -17,8 +21,17 @@ class Import:
     ``close`` ends it early. Its blocks are nobody's until no byte can land in them any more.
     """
 
-    def __init__(self, call: Any, translate: Callable[[KVDepotError], KVDepotError]) -> None:
-        self._call = call
+    def __init__(
+        self,
+        client: Client,
+        request: pb.ImportBlocksRequest,
+        deadline_s: float | None,
+        translate: Callable[[KVDepotError], KVDepotError] = lambda error: error,
+    ) -> None:
+        method = client._stubs.method("KVTransferService", "ImportBlocks")
+        # What the import may take, and a little; None: the server's bound.
+        timeout_s = None if deadline_s is None else deadline_s + client.timeout_s
+        self._call: Any = method(request, timeout=timeout_s)
         self._translate = translate
         self._result: imports.ImportResult | None = None
         self._items = self._read()

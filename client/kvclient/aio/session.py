@@ -15,15 +15,13 @@ from kvclient.calls import Call, Opened, Opening
 from kvclient.errors import (
     CacheLost,
     DeadlineExceeded,
-    FailedPrecondition,
     KVDepotError,
     lost_by,
 )
 from kvclient.imports import TransferPath, session_request
-from kvclient.lease import Lease
 from kvclient.reset import DrainPolls
 from kvclient.sequence import Flight, unsettled
-from kvclient.sequence import Sequence as OpSequence
+from kvclient.session_state import SessionState
 from kvclient.values import (
     Content,
     FreeMode,
@@ -45,49 +43,23 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
-class Session:
-    """One scheduler's session, as ``kvclient.client.Session``. Calls of several tasks take turns.
+class Session(SessionState):
+    """One scheduler's session, as ``kvclient.session.Session``, where its calls are explained.
 
-    A call that raised Unavailable or DeadlineExceeded, or was cancelled, may or may not
-    have been done; by the time of the next call (or of ``settle``) it has been, once.
-    If that next call cannot reach the server either, it is not begun, and raises
-    Unavailable with the reason UNSETTLED.
-
-    The client renews the lease for as long as the session is open and referred to. Once
-    it is lost every call raises CacheLost at once; ``reopen`` begins anew.
+    Calls of several tasks take turns. One that was cancelled may or may not have been done,
+    as one that raised Unavailable or DeadlineExceeded.
     """
+
+    client: Client
 
     def __init__(
         self, client: Client, opening: Opening, opened: Opened, *, asked_at: float
     ) -> None:
-        self.client = client
-        self.session_id = opened.session_id
-        self.epoch = opened.epoch
-        self.pool = opened.pool
-        self.reply_window = opened.reply_window
-        self.lease_ttl_s = opened.lease_ttl_s
-        self.step_operations_max = opened.step_operations_max
-        self._opening = opening
-        self._lease = Lease(opened.lease_ttl_s, asked_at)
-        self._lost: CacheLost | None = None
-        self._sequence = OpSequence(opened.session_id, opened.epoch)
+        super().__init__(client, opening, opened, asked_at=asked_at)
         self._lock = asyncio.Lock()
-        self._closed = False
-        client._keeper.add(self)
-
-    @property
-    def lost(self) -> CacheLost | None:
-        """Why the session is over, as far as this side knows; None while it is not."""
-        return self._lost
 
     async def reopen(self) -> Session:
-        """A new session with the same name and options; this one is over.
-
-        Nothing of this one is in it: no request, no handle, no ticket; content that was
-        confirmed is still a hit if the server lived on. After a restart the pool's
-        mapping is another, too: map it again. If this one is not lost it is closed, or,
-        when the server cannot be reached, left to its lease.
-        """
+        """A new session with the same name and options, in it nothing; this one is over."""
         with contextlib.suppress(KVDepotError):
             await self.close()
         self._closed = True
@@ -146,8 +118,7 @@ class Session:
     ) -> ResetResult:
         """Empties the cache, or the part with this LoRA name or salt.
 
-        As ``kvclient.session.Session.reset_prefix_cache``; calls of other tasks go on while
-        a drain waits.
+        Calls of other tasks go on while a drain waits.
         """
         polls = DrainPolls(mode, (lora_name, cache_salt), timeout_s)
         while True:
@@ -175,14 +146,8 @@ class Session:
     ) -> Import:
         """Has the server fill, from ``peer``, the blocks that a request was given for external
         tokens with ``delay_cache_blocks``.
-
-        Publishes nothing: ``cache_blocks`` with the result's ``num_tokens`` does. The request
-        may be freed meanwhile. None of the session's ordered calls: others go on beside it.
-        Of a group with ``needs_zeroing`` the blocks are zeroed before, not in a later step.
         """
-        if self._closed:
-            raise FailedPrecondition("the session is closed", reason="SESSION_CLOSED")
-        self._check_not_lost()
+        self._check_open()
         request = session_request(
             self.session_id,
             self.epoch,
@@ -192,7 +157,7 @@ class Session:
             checksums=checksums,
             deadline_s=deadline_s,
         )
-        return self.client._import(request, deadline_s, self._as_lost)
+        return Import(self.client, request, deadline_s, self._as_lost)
 
     async def settle(self) -> Any:
         """The result of the last call, if its answer did not come; else None."""
@@ -225,28 +190,6 @@ class Session:
         else:
             with contextlib.suppress(KVDepotError):
                 await self.close()
-
-    def _lose(self, lost: CacheLost) -> None:
-        if self._lost is None:
-            self._lost = lost
-        self.client._keeper.remove(self)
-
-    def _as_lost(self, error: KVDepotError) -> KVDepotError:
-        """The error, or that the session is lost, which it says."""
-        lost = lost_by(error)
-        if lost is None:
-            return error
-        self._lose(lost)
-        return lost
-
-    def _check_not_lost(self) -> None:
-        if self._lost is not None:
-            raise self._lost.again()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise FailedPrecondition("the session is closed", reason="SESSION_CLOSED")
-        self._check_not_lost()
 
     async def _call(self, call: Call[Result]) -> Result:
         """Settles what is in flight, then does ``call``, one at a time."""

@@ -16,6 +16,8 @@ from kvclient.errors import (
     FailedPrecondition,
     InternalError,
     Unavailable,
+    no_answer,
+    stream_ended,
     unanswered,
 )
 from kvclient.sequence import Flight
@@ -140,12 +142,10 @@ class StepStream:
             reply = await asyncio.wait_for(self._exchange(flight), timeout_s)
         except asyncio.TimeoutError:
             self._drop()
-            raise DeadlineExceeded(
-                f"no answer within {timeout_s:g} s", reason="DEADLINE_EXCEEDED", retryable=True
-            ) from None
+            raise no_answer(timeout_s) from None
         if reply is None:
             self._drop()
-            raise Unavailable("the server ended the stream", reason="STREAM_ENDED", retryable=True)
+            raise stream_ended()
         if isinstance(reply, grpc.RpcError):
             self._drop()
             closed = self._closed or self._session.client._stubs.closed
