@@ -11,13 +11,13 @@ from typing import Any, Generic, TypeVar
 
 from kvclient import convert, reports
 from kvclient.convert_pool import pool_description
+from kvclient.description import PoolDescription
 from kvclient.errors import FailedPrecondition
 from kvclient.values import (
     Content,
     FreeMode,
     FreeResult,
     Hit,
-    PoolDescription,
     ResetMode,
     ResetResult,
     SlotRequest,

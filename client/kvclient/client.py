@@ -13,6 +13,7 @@ from kvclient import calls, event_stream, transfer
 from kvclient.attachment import Attachment
 from kvclient.calls import Call, Opening
 from kvclient.channel import BACKOFFS_S, MAX_MESSAGE_BYTES, TIMEOUT_S, Stubs, channel_options
+from kvclient.description import PoolDescription
 from kvclient.errors import Unavailable, unanswered
 from kvclient.event_stream import Stream
 from kvclient.imports import Import, TransferPath, hashes_request
@@ -20,7 +21,6 @@ from kvclient.keeper import LeaseKeeper
 from kvclient.pulling import BlockStream
 from kvclient.reports import AuditReport, RequestPage, SessionInfo, Stats, TransferInfo
 from kvclient.session import Session
-from kvclient.values import PoolDescription
 
 Result = TypeVar("Result")
 

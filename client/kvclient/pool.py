@@ -10,9 +10,9 @@ from difflib import get_close_matches
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from kvclient.description import KVCacheSpec, LayerLayout, PoolDescription, TensorView
 from kvclient.errors import FailedPrecondition, InvalidArgument, NotFound
 from kvclient.mapping import MappedBytes, open_mapping
-from kvclient.values import KVCacheSpec, LayerLayout, PoolDescription, TensorView
 
 if TYPE_CHECKING:
     import numpy as np

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from kvclient.description import PoolDescription
 from kvclient.slots import NULL_BLOCK
 from kvclient.tables import RequestTables
-from kvclient.values import BlockTables, PoolDescription
+from kvclient.values import BlockTables
 
 _ZEROED_KINDS = ("full_attention", "mla_attention")
 _SHARED_KINDS = (*_ZEROED_KINDS, "sink_full_attention")

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from kvclient.description import KVCacheSpec, PoolDescription
 from kvclient.slots import NULL_BLOCK
-from kvclient.values import BlockTables, KVCacheSpec, PoolDescription
+from kvclient.values import BlockTables
 
 Change = Callable[[int, int], None]
 """Told of a block that left a table: its group and its id."""

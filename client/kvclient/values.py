@@ -13,60 +13,9 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import compress
 
-from kvclient.description import (
-    CudaIpcMapping,
-    FileMapping,
-    KVCacheGroup,
-    KVCacheSpec,
-    LayerLayout,
-    MambaState,
-    PoolDescription,
-    TensorView,
-)
-from kvcore.hashing import ExtraKeys, MultimodalItem
-
-__all__ = [
-    "BlockHolder",
-    "BlockStatus",
-    "BlockTables",
-    "Cache",
-    "Column",
-    "Content",
-    "CudaIpcMapping",
-    "ExtraKeys",
-    "FileMapping",
-    "Free",
-    "FreeMode",
-    "FreeResult",
-    "Grow",
-    "GrowResults",
-    "Hit",
-    "KVCacheGroup",
-    "KVCacheSpec",
-    "LayerLayout",
-    "MambaState",
-    "MultimodalItem",
-    "NoFit",
-    "NoFitReason",
-    "OperationError",
-    "OperationKind",
-    "Outcome",
-    "PoolDescription",
-    "PulledBlock",
-    "ResetMode",
-    "ResetResult",
-    "SessionHold",
-    "SlotRequest",
-    "SlotResult",
-    "Step",
-    "StepMark",
-    "StepResult",
-    "TensorView",
-    "Tokens",
-    "int32_column",
-    "int32s",
-    "token_bytes",
-]
+# Of a Content; for callers, who import nothing of kvcore.
+from kvcore.hashing import ExtraKeys as ExtraKeys
+from kvcore.hashing import MultimodalItem as MultimodalItem
 
 BlockTables = tuple[list[int], ...]
 """Block ids, one list a KV cache group; 0, the null block, where nothing is kept."""

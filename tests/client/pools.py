@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvclient.values import (
+from kvclient.description import (
     KVCacheGroup,
     KVCacheSpec,
     LayerLayout,

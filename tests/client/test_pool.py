@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from kvclient import Client
+from kvclient.description import PoolDescription
 from kvclient.errors import FailedPrecondition, InvalidArgument, NotFound
 from kvclient.events import BlockStored
 from kvclient.pool import Pool, map_pool
 from kvclient.slots import slot_mapping
-from kvclient.values import BlockStatus, Content, PoolDescription, SlotRequest
+from kvclient.values import BlockStatus, Content, SlotRequest
 
 torch = pytest.importorskip("torch")
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from kvclient.description import KVCacheSpec, LayerLayout, PoolDescription
 from kvclient.pool import Pool, row_shape
 from kvclient.replay.job import Job, aligned
 from kvclient.replay.pages import Span, WrongBytes
@@ -17,7 +18,6 @@ from kvclient.replay.rows import group_rows
 from kvclient.replay.trace import TraceRequest
 from kvclient.replay.worker import StepWork, Worker
 from kvclient.tables import RequestTables
-from kvclient.values import KVCacheSpec, LayerLayout, PoolDescription
 from pools import MAMBA_ALIGN, MAMBA_ALL, describe, full, window
 
 BLOCK_SIZE = 4

@@ -19,10 +19,10 @@ from kvclient.aio.pulling import BlockStream
 from kvclient.aio.session import Session
 from kvclient.calls import Call, Opening
 from kvclient.channel import BACKOFFS_S, MAX_MESSAGE_BYTES, TIMEOUT_S, Stubs, channel_options
+from kvclient.description import PoolDescription
 from kvclient.errors import Unavailable, unanswered
 from kvclient.imports import TransferPath, hashes_request
 from kvclient.reports import AuditReport, RequestPage, SessionInfo, Stats, TransferInfo
-from kvclient.values import PoolDescription
 
 Result = TypeVar("Result")
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from kvclient.description import PoolDescription
 from kvclient.facade.known import NEVER, KnownRequest
 from kvclient.facade.operation import Ask
 from kvclient.facade.outbox import Outbox
 from kvclient.session_tables import SessionTables
-from kvclient.values import BlockTables, Outcome, PoolDescription, token_bytes
+from kvclient.values import BlockTables, Outcome, token_bytes
 
 _KINDS = (
     "full_attention",

@@ -15,17 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from kvclient.description import PoolDescription
 from kvclient.facade.known import KnownRequest
 from kvclient.facade.operation import Introduction, Offer
 from kvclient.facade.outbox import Outbox
-from kvclient.values import (
-    Content,
-    FreeMode,
-    Outcome,
-    PoolDescription,
-    SlotRequest,
-    SlotResult,
-)
+from kvclient.values import Content, FreeMode, Outcome, SlotRequest, SlotResult
 
 OFFERS_MAX = 256
 """Admissions in one message."""

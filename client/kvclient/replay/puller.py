@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 
 from kvclient.client import Client
+from kvclient.description import PoolDescription
 from kvclient.replay.follower import Follower
 from kvclient.replay.pattern import Values, mix, page_words
 from kvclient.replay.rows import GroupRows, group_rows
-from kvclient.values import BlockStatus, PoolDescription
+from kvclient.values import BlockStatus
 
 BLOCKS_A_ROUND_MAX = 64
 BYTES_A_ROUND = 1 << 20

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from kvclient.description import KVCacheSpec, PoolDescription
 from kvclient.pool import row_shape
 from kvclient.replay.pattern import WORD_BYTES, Values, salts
 from kvclient.tables import num_skipped_tokens
-from kvclient.values import KVCacheSpec, PoolDescription
 
 # They hold no tokens of the request itself, or what they hold is not known here.
 _NOT_FOLLOWED = ("cross_attention", "encoder_only_attention", "unknown")

@@ -10,6 +10,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from kvclient.client import Client
+from kvclient.description import PoolDescription
 from kvclient.replay.job import num_computed_at_last
 from kvclient.replay.processes import PeerResult, Progress, peer_process, scheduler_process
 from kvclient.replay.report import Report
@@ -18,7 +19,6 @@ from kvclient.replay.settings import ReplaySettings
 from kvclient.replay.tally import Tally
 from kvclient.replay.trace import TraceRequest
 from kvclient.tables import num_blocks_held
-from kvclient.values import PoolDescription
 
 _START_SECONDS = 60.0
 _END_SECONDS = 120.0
