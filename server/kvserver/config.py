@@ -5,7 +5,6 @@ Where the options come from is in ``sources.py``.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import tempfile
 from dataclasses import dataclass, replace
@@ -469,22 +468,3 @@ def _num_blocks_of(num_tokens: int, groups: tuple[KVCacheGroup, ...]) -> int:
             f"{num_tokens} tokens are less than one block: give at least {min(sizes)}"
         )
     return num_tokens // min(sizes) * len(sizes)
-
-
-def split_address(address: str, *, option: str) -> tuple[str, int]:
-    """Host and port of ``host:port`` or ``[v6]:port``. Raises ConfigError."""
-    host, colon, port = address.rpartition(":")
-    bracketed = host.startswith("[") and host.endswith("]")
-    if not colon or not host or (":" in host and not bracketed) or not port.isascii():
-        raise ConfigError(f"{option}: must be HOST:PORT, got {address!r}")
-    if not port.isdigit() or int(port) > 65535:
-        raise ConfigError(f"{option}: port must be between 0 and 65535, got {port!r}")
-    return host.strip("[]"), int(port)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address bound to ``host``."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -5,12 +5,28 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvcore.spec import DepotConfig
+from kvserver.config import ConfigError
 
 # Measured on 64-bit CPython 3.11: a block's own books, and with its hash, its entry in the
 # prefix index and what events say of it, beside its tokens.
 _EMPTY_BLOCK_BYTES = 200
 _CACHED_BLOCK_BYTES = 584
 _TOKEN_BYTES = 4
+
+
+def require_room(config: DepotConfig, limit: int | None) -> None:
+    """ConfigError if the books of a full pool take more than ``limit``, in bytes, or, without
+    one, than the machine has.
+    """
+    needed = books_bytes(config)
+    allowed = available_bytes() if limit is None else limit
+    if allowed is not None and needed > allowed:
+        whose = "the machine has" if limit is None else "--max-books-bytes allows"
+        raise ConfigError(
+            f"the books of {config.kv_cache.num_blocks} blocks take about {needed} bytes of "
+            f"memory, {whose} {allowed}: name fewer blocks"
+            + (", or the limit with --max-books-bytes" if limit is None else "")
+        )
 
 
 def books_bytes(config: DepotConfig) -> int:

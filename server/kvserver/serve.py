@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
-import secrets
 import shlex
 import signal
 import sys
@@ -17,16 +15,18 @@ import grpc
 import uvloop
 
 from kvcore.depot import Depot
-from kvcore.errors import KVDepotError, ResourceExhausted, Unavailable
-from kvcore.memory import FileMemory, PoolMemory, remove_abandoned
-from kvcore.spec import DepotConfig, why_never_hit
+from kvcore.errors import KVDepotError, Unavailable
+from kvcore.memory import PoolMemory
+from kvcore.spec import why_never_hit
 from kvserver import admin, cache, event, headroom, health, reflect, sockets, transfer
-from kvserver.config import ConfigError, ServerConfig, split_address
+from kvserver.address import split_address
+from kvserver.config import ConfigError, ServerConfig
 from kvserver.data_plane import DataPlane
 from kvserver.deadlines import Clock
 from kvserver.metrics import DepotCollector, MetricsServer
 from kvserver.mover.handle import MoverHandle
 from kvserver.node import Node, SessionPolicy, TransferPolicy
+from kvserver.pool_memory import make_memory, tell_where
 from kvserver.publisher import Publisher
 from kvserver.rpc import Rpcs, register
 from kvserver.sources import flag_of, parse
@@ -59,10 +59,10 @@ class Server:
         reason = why_never_hit(depot_config)
         if reason is not None:
             logger.warning("no request can ever hit the prefix cache: %s", reason)
-        _require_room_for_books(config, depot_config)
+        headroom.require_room(depot_config, config.max_books_bytes)
         # Before the books are made, so that a pool that does not fit is refused at once.
         keeps_bytes = not config.no_memory and depot_config.kv_cache.block_bytes > 0
-        memory = _make_memory(config, depot_config) if keeps_bytes else None
+        memory = make_memory(config, depot_config) if keeps_bytes else None
         try:
             poison = memory.poison if config.poison and memory is not None else None
             depot = Depot(depot_config, poison=poison)
@@ -180,7 +180,7 @@ class Server:
                 node.data_plane = None
         await self._grpc.start()
         if node.memory is not None:
-            _tell_where(config, node.memory)
+            tell_where(config, node.memory)
 
     def _bind(self, address: str, option: str) -> int:
         try:
@@ -265,66 +265,6 @@ def _channel_options(config: ServerConfig) -> list[tuple[str, int]]:
         ("grpc.keepalive_time_ms", 40_000),
         ("grpc.keepalive_timeout_ms", 20_000),
     ]
-
-
-def _require_room_for_books(config: ServerConfig, depot_config: DepotConfig) -> None:
-    needed = headroom.books_bytes(depot_config)
-    limit = config.max_books_bytes
-    allowed = headroom.available_bytes() if limit is None else limit
-    if allowed is not None and needed > allowed:
-        whose = "the machine has" if limit is None else "--max-books-bytes allows"
-        raise ConfigError(
-            f"the books of {depot_config.kv_cache.num_blocks} blocks take about {needed} bytes of "
-            f"memory, {whose} {allowed}: name fewer blocks"
-            + (", or the limit with --max-books-bytes" if limit is None else "")
-        )
-
-
-def _make_memory(config: ServerConfig, depot_config: DepotConfig) -> PoolMemory:
-    on_cpu = config.device[0].index is None
-    directory = config.mapping_directory() if on_cpu else ""
-    try:
-        for path in remove_abandoned(directory) if on_cpu else ():
-            logger.info("removed %s, which a server that died had left", path)
-        return PoolMemory(
-            depot_config,
-            directory,
-            name=f"{os.getpid()}-{secrets.token_hex(4)}",
-            devices=config.device,
-            huge_pages=not config.no_huge_pages,
-        )
-    except ResourceExhausted as error:
-        where = "--mapping-dir" if on_cpu else "--device"
-        raise ConfigError(
-            f"{error.message} (--num-blocks, --capacity-tokens or --memory-bytes; {where})"
-        ) from None
-    except OverflowError:
-        raise ConfigError(
-            f"the pool would have {depot_config.kv_cache.pool_bytes} bytes, more than a file can: "
-            "name fewer blocks"
-        ) from None
-    except OSError as error:
-        reason = error.strerror if Path(directory).is_dir() else "there is no such directory"
-        raise ConfigError(f"--mapping-dir: cannot keep the pool in {directory}: {reason}") from None
-
-
-def _tell_where(config: ServerConfig, memory: PoolMemory) -> None:
-    """What was obtained, in the log."""
-    first = memory.ranks[0]
-    if not isinstance(first, FileMemory):
-        logger.info(
-            "the pool: %d bytes on each of %s", memory.nbytes, ", ".join(map(str, config.device))
-        )
-        return
-    if first.huge_bytes:
-        pages = f"{first.huge_bytes} of them in huge pages"
-    elif config.no_huge_pages:
-        pages = "no huge pages (--no-huge-pages)"
-    else:
-        pages = (
-            "no huge pages: its filesystem gives none (a tmpfs does if mounted with huge=advise)"
-        )
-    logger.info("the pool: %d bytes in %s, %s", memory.nbytes, memory.path, pages)
 
 
 async def _serve(config: ServerConfig) -> None:

@@ -17,7 +17,8 @@ from typing import Any, NoReturn
 
 from kvcore.errors import KVDepotError
 from kvserver import environment
-from kvserver.config import ConfigError, ServerConfig, is_loopback, split_address
+from kvserver.address import is_loopback, split_address
+from kvserver.config import ConfigError, ServerConfig
 from kvserver.option import bytes_shown, yaml_value
 from kvserver.spelling import did_you_mean
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvserver import headroom
-from kvserver.config import ConfigError, ServerConfig, is_loopback, split_address
+from kvserver.address import is_loopback, split_address
+from kvserver.config import ConfigError, ServerConfig
 from kvserver.sources import parse
 
 

@@ -11,7 +11,8 @@ from kvcore.errors import Unavailable
 from kvcore.memory import PoolMemory, layer_layouts
 from kvdepot.v1 import transfer_pb2 as pb
 from kvserver import convert_pool
-from kvserver.config import ConfigError, ServerConfig, is_loopback, split_address
+from kvserver.address import is_loopback, split_address
+from kvserver.config import ConfigError, ServerConfig
 from kvserver.data_plane import ImportJob, ImportNews
 from kvserver.mover.channel import Message
 from kvserver.mover.child import Child
