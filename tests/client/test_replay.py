@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvclient.client import Client
-from kvclient.replay.scheduler import ReplayError
+from kvclient.replay.errors import ReplayError
 from kvclient.replay.server import own_server
 from kvclient.replay.trace import TRACE_BLOCK_SIZE, TraceRequest, generate_trace, read_trace
 from kvclient.values import Content, Outcome, SlotRequest

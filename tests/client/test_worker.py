@@ -11,8 +11,9 @@ import pytest
 
 from kvclient.description import KVCacheSpec, LayerLayout, PoolDescription
 from kvclient.pool import Pool, row_shape
+from kvclient.replay.errors import WrongBytes
 from kvclient.replay.job import Job, aligned
-from kvclient.replay.pages import Span, WrongBytes
+from kvclient.replay.pages import Span
 from kvclient.replay.pattern import page_words, prefix_values, salts
 from kvclient.replay.rows import group_rows
 from kvclient.replay.trace import TraceRequest

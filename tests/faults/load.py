@@ -25,12 +25,13 @@ from typing import Any
 from kvclient import Client
 from kvclient.errors import CacheLost, KVDepotError
 from kvclient.pool import map_pool
+from kvclient.replay.errors import WrongBytes
 from kvclient.replay.pipeline import Pipeline
 from kvclient.replay.scheduler import Scheduler
 from kvclient.replay.settings import ReplaySettings
 from kvclient.replay.tally import Tally
 from kvclient.replay.trace import ChatShape, TraceRequest, generate_trace
-from kvclient.replay.worker import StepWork, Worker, WrongBytes
+from kvclient.replay.worker import StepWork, Worker
 from kvclient.values import Content, SlotRequest
 
 CHATS = ChatShape(system_length=(64, 400), user_length=(10, 120), output_length=(5, 40))

@@ -21,9 +21,9 @@ from kvclient import Client
 from kvclient.errors import CacheLost, KVDepotError, Unavailable
 from kvclient.imports import TransferPath
 from kvclient.pool import map_pool
+from kvclient.replay.errors import WrongBytes
 from kvclient.replay.handover import Decoded, Decoder, Prefiller
 from kvclient.replay.job import Job
-from kvclient.replay.pages import WrongBytes
 from pd_load import OUTPUT_TOKENS, handed, prompt
 from processes import (
     HERE,

@@ -13,7 +13,8 @@ from kvclient.cli.options import json_option, print_json, progress
 from kvclient.imports import TransferPath
 
 if TYPE_CHECKING:
-    from kvclient.replay.pd import PDReport, PDSettings
+    from kvclient.replay.pd import PDSettings
+    from kvclient.replay.pd_report import PDReport
 
 _CAPACITY_TOKENS = 200_000
 
@@ -73,8 +74,8 @@ def pd(
 
 def _run(settings: PDSettings, server_options: list[str]) -> PDReport:
     from kvclient.cli.replay import stopped_by_sigterm
+    from kvclient.replay.errors import ReplayError
     from kvclient.replay.pd import run
-    from kvclient.replay.scheduler import ReplayError
     from kvclient.replay.server import own_servers
 
     try:

@@ -221,8 +221,8 @@ def _settings(**options: Any) -> ReplaySettings:
 
 
 def _run(settings: ReplaySettings, target: str | None, server_options: list[str]) -> Report:
+    from kvclient.replay.errors import ReplayError
     from kvclient.replay.runner import Runner
-    from kvclient.replay.scheduler import ReplayError
     from kvclient.replay.server import own_server
     from kvclient.replay.trace import TraceError
 

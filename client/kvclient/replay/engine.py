@@ -11,9 +11,9 @@ from contextlib import suppress
 from kvclient.client import Client
 from kvclient.errors import KVDepotError
 from kvclient.pool import map_pool
+from kvclient.replay.errors import ReplayError
 from kvclient.replay.job import Job
 from kvclient.replay.rows import group_rows
-from kvclient.replay.scheduler import ReplayError
 from kvclient.replay.worker import StepWork, Worker
 from kvclient.tables import RequestTables
 from kvclient.values import Content, FreeMode, Outcome, SlotRequest, SlotResult

@@ -10,31 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvclient.pool import Pool
+from kvclient.replay.errors import WrongBytes
 from kvclient.replay.pattern import Values
 from kvclient.replay.rows import GroupRows
 from kvclient.slots import NULL_BLOCK
 
 _ROWS_AT_ONCE = 1 << 13  # bounds the temporary copies
-
-
-class WrongBytes(Exception):
-    """A slot does not hold what its token prefix demands."""
-
-    def __init__(
-        self, request_id: str, group: int, position: int, block_id: int, what: str
-    ) -> None:
-        super().__init__(
-            f"request {request_id}: group {group}: token {position}, block {block_id}: {what}"
-        )
-        self.request_id = request_id
-        self.group = group
-        self.position = position
-        self.block_id = block_id
-        self.what = what
-
-    def __reduce__(self) -> tuple[object, ...]:
-        arguments = (self.request_id, self.group, self.position, self.block_id, self.what)
-        return WrongBytes, arguments
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from typing import Any
 
 from kvclient.client import Client
 from kvclient.errors import KVDepotError
+from kvclient.replay.errors import ReplayError
 from kvclient.replay.follower import Follower
 from kvclient.replay.puller import Puller
-from kvclient.replay.scheduler import ReplayError
 from kvclient.replay.settings import ReplaySettings
 from kvclient.replay.site import AWAY, REOPEN_PAUSE_SECONDS, Site
 from kvclient.replay.tally import Tally

@@ -11,10 +11,10 @@ from typing import Any
 
 from kvclient.client import Client
 from kvclient.description import PoolDescription
+from kvclient.replay.errors import ReplayError
 from kvclient.replay.job import num_computed_at_last
 from kvclient.replay.processes import PeerResult, Progress, peer_process, scheduler_process
 from kvclient.replay.report import Report
-from kvclient.replay.scheduler import ReplayError
 from kvclient.replay.settings import ReplaySettings
 from kvclient.replay.tally import Tally
 from kvclient.replay.trace import TraceRequest

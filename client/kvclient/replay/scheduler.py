@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from kvclient.replay.calls import TimedCalls
+from kvclient.replay.errors import ReplayError
 from kvclient.replay.job import Job, aligned, make_job
 from kvclient.replay.pipeline import Pipeline
 from kvclient.replay.rows import group_rows
@@ -38,10 +39,6 @@ from kvclient.values import (
 
 _ADMISSIONS_MAX = 16  # in one Step
 _IDLE_SECONDS = 0.002  # before a pool that others filled is asked again
-
-
-class ReplayError(Exception):
-    """The replay cannot go on; the message says why."""
 
 
 class Scheduler:

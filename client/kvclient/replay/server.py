@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 
-from kvclient.replay.scheduler import ReplayError
+from kvclient.replay.errors import ReplayError
 
 _STOP_SECONDS = 20.0
 _ENVIRONMENT_PREFIX = "KVDEPOT_"

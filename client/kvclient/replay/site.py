@@ -13,12 +13,13 @@ from kvclient.attachment import Attachment
 from kvclient.client import Client
 from kvclient.errors import CacheLost, DeadlineExceeded, KVDepotError, Unavailable
 from kvclient.pool import map_pool
+from kvclient.replay.errors import WrongBytes
 from kvclient.replay.job import make_job
 from kvclient.replay.scheduler import Scheduler
 from kvclient.replay.settings import ReplaySettings
 from kvclient.replay.tally import Tally
 from kvclient.replay.trace import TraceRequest
-from kvclient.replay.worker import Worker, WrongBytes
+from kvclient.replay.worker import Worker
 from kvclient.session import Session
 from kvcore.hashing import ExtraKeys, make_scheme
 

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 
 from kvclient.attachment import Attachment
 from kvclient.pool import Pool
-from kvclient.replay.pages import GroupPages, Span, WrongBytes
+from kvclient.replay.errors import WrongBytes
+from kvclient.replay.pages import GroupPages, Span
 from kvclient.replay.rows import group_rows
-
-__all__ = ["Span", "StepWork", "Worker", "WrongBytes"]
 
 _WRONG_HIT = "a hit holds other bytes than its prefix demands"
 _WRONG_WINDOW = "the window of a running request holds other bytes than its prefix demands"
