@@ -118,6 +118,12 @@ def _request(
     )
 
 
+def begin(client: Any, request: pb.ImportBlocksRequest, deadline_s: float | None) -> Any:
+    """The call. It may take as long as the import, and a little; None: the server's bound."""
+    method = client._stubs.method("KVTransferService", "ImportBlocks")
+    return method(request, timeout=None if deadline_s is None else deadline_s + client.timeout_s)
+
+
 def progress(message: pb.ImportBlocksResponse) -> ImportProgress:
     """What a message tells while the import runs."""
     return ImportProgress(message.num_blocks, message.num_bytes, _path(message.path))
@@ -166,10 +172,7 @@ class Import:
         deadline_s: float | None,
         translate: Callable[[KVDepotError], KVDepotError] = lambda error: error,
     ) -> None:
-        method = client._stubs.method("KVTransferService", "ImportBlocks")
-        # What the import may take, and a little; None: the server's bound.
-        timeout_s = None if deadline_s is None else deadline_s + client.timeout_s
-        self._call: Any = method(request, timeout=timeout_s)
+        self._call = begin(client, request, deadline_s)
         self._translate = translate
         self._result: ImportResult | None = None
         self._items = self._read()

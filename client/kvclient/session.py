@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvclient import calls
+from kvclient.base_session import BaseSession
 from kvclient.calls import Call, Opened, Opening
 from kvclient.errors import (
     CacheLost,
@@ -19,7 +20,6 @@ from kvclient.errors import (
 from kvclient.imports import Import, TransferPath, session_request
 from kvclient.reset import DrainPolls
 from kvclient.sequence import Flight, unsettled
-from kvclient.session_state import SessionState
 from kvclient.stream import StepStream
 from kvclient.values import (
     Content,
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
-class Session(SessionState):
+class Session(BaseSession):
     """One scheduler's session. Calls from several threads take turns.
 
     A call that raised Unavailable or DeadlineExceeded may or may not have been done;

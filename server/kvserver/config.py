@@ -18,6 +18,7 @@ from kvserver.option import (
     boolean,
     choice,
     devices,
+    flag_of,
     integer,
     num_bytes,
     num_tokens,
@@ -393,7 +394,7 @@ class ServerConfig:
         if self.groups is not None:
             given |= {} if self.block_size is None else {"block_size": self.block_size}
             if given:
-                flags = " and ".join("--" + name.replace("_", "-") for name in given)
+                flags = " and ".join(map(flag_of, given))
                 raise ConfigError(f"{flags} cannot override groups: change them")
             return self.groups
         name = _DEFAULT_MODEL if self.model is None else self.model

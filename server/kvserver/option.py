@@ -18,6 +18,11 @@ def option(default: Any, parse: Callable[[Any], Any], text: str, metavar: str = 
     return field(default=default, metadata={"parse": parse, "help": text, "metavar": metavar})
 
 
+def flag_of(name: str) -> str:
+    """The flag of the option ``name``."""
+    return "--" + name.replace("_", "-")
+
+
 def integer(low: int, high: int) -> Callable[[Any], int]:
     """A whole number from ``low`` to ``high``."""
 

@@ -26,10 +26,11 @@ from kvserver.deadlines import Clock
 from kvserver.metrics import DepotCollector, MetricsServer
 from kvserver.mover.handle import MoverHandle
 from kvserver.node import Node, SessionPolicy, TransferPolicy
+from kvserver.option import flag_of
 from kvserver.pool_memory import make_memory, tell_where
 from kvserver.publisher import Publisher
 from kvserver.rpc import Rpcs, register
-from kvserver.sources import flag_of, parse
+from kvserver.sources import parse
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from kvcore.errors import KVDepotError
 from kvserver import environment
 from kvserver.address import is_loopback, split_address
 from kvserver.config import ConfigError, ServerConfig
-from kvserver.option import bytes_shown, yaml_value
+from kvserver.option import bytes_shown, flag_of, yaml_value
 from kvserver.spelling import did_you_mean
 
 # Where, in the order of ServerConfig, a section of the help begins.
@@ -99,11 +99,6 @@ def _shown(option: Field[Any]) -> str:
 def option_names() -> tuple[str, ...]:
     """Of every option, with underscores."""
     return tuple(option.name for option in fields(ServerConfig))
-
-
-def flag_of(name: str) -> str:
-    """The flag of the option ``name``."""
-    return "--" + name.replace("_", "-")
 
 
 def load(flags: Mapping[str, Any], environ: Mapping[str, str]) -> ServerConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import grpc
 
@@ -28,10 +28,7 @@ class Import:
         deadline_s: float | None,
         translate: Callable[[KVDepotError], KVDepotError] = lambda error: error,
     ) -> None:
-        method = client._stubs.method("KVTransferService", "ImportBlocks")
-        # What the import may take, and a little; None: the server's bound.
-        timeout_s = None if deadline_s is None else deadline_s + client.timeout_s
-        self._call: Any = method(request, timeout=timeout_s)
+        self._call = imports.begin(client, request, deadline_s)
         self._translate = translate
         self._result: imports.ImportResult | None = None
         self._items = self._read()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kvclient import calls
 from kvclient.aio.imports import Import
 from kvclient.aio.stream import StepStream
+from kvclient.base_session import BaseSession
 from kvclient.calls import Call, Opened, Opening
 from kvclient.errors import (
     CacheLost,
@@ -21,7 +22,6 @@ from kvclient.errors import (
 from kvclient.imports import TransferPath, session_request
 from kvclient.reset import DrainPolls
 from kvclient.sequence import Flight, unsettled
-from kvclient.session_state import SessionState
 from kvclient.values import (
     Content,
     FreeMode,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
-class Session(SessionState):
+class Session(BaseSession):
     """One scheduler's session, as ``kvclient.session.Session``, where its calls are explained.
 
     Calls of several tasks take turns. One that was cancelled may or may not have been done,

@@ -10,7 +10,7 @@ from kvclient.lease import Lease
 from kvclient.sequence import Sequence
 
 
-class SessionState:
+class BaseSession:
     """A session as its client knows it. Neither sends nor waits.
 
     ``reply_window``: so many of its last replies does the server keep, so that a call whose
