@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvclient import Client
+from own_process import environment
 from wire import Wire
 
 BLOCK_SIZE = 4
@@ -70,7 +70,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env=environment(),
             )
         assert process.stdout is not None
         line = process.stdout.readline()

@@ -277,9 +277,8 @@ class SmallScheduler:
                 for block in table[first // size :]:
                     assert block and holders[block] == {request.request_id}
 
-    def run(self) -> None:
-        """Until every request is finished."""
-        number = 0
+    def run(self, number: int = 0) -> None:
+        """Until every request is finished, from step ``number`` on."""
         while self.arrivals or self.waiting or self.running:
             self.step(number)
             number += 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -12,14 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from own_process import environment
+
 TIMEOUT_SECONDS = 120.0
 STOP_SECONDS = 20.0
-
-
-def environment() -> dict[str, str]:
-    """This process's, without the server's variables, and with its import path."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVDEPOT_")}
-    return kept | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 def stop(process: subprocess.Popen[str]) -> None:

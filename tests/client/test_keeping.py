@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import gc
-import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +17,7 @@ from kvclient.errors import BlocksInUse, FailedPrecondition, KVDepotError, Unava
 from kvclient.pool import map_pool
 from kvclient.reports import SessionInfo
 from kvclient.values import Content, OperationKind, SlotRequest, Step
+from own_process import run_python, told_by
 from patience import TTL_S, is_up, until
 
 
@@ -97,13 +94,7 @@ def test_an_unclosed_client_keeps_no_process_alive(server: Any) -> None:
         "client = Client(sys.argv[1]); session = client.open_session(lease_ttl_s=3); "
         "client.attach_worker(session.session_id); session.step_stream(); print('end')"
     )
-    run = subprocess.run(
-        [sys.executable, "-W", "error", "-X", "dev", "-c", code, server.target],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )
+    run = run_python("-W", "error", "-X", "dev", "-c", code, server.target)
     assert (run.returncode, run.stdout, run.stderr) == (0, "end\n", "")
 
 
@@ -291,11 +282,4 @@ def test_a_drain_waits_for_what_runs(client: Client) -> None:
 
 
 def test_the_asyncio_client_keeps_its_sessions_too(serve: Any) -> None:
-    run = subprocess.run(
-        [sys.executable, Path(__file__).with_name("keeping_story.py"), serve().target],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+    told_by("keeping_story.py", serve().target)

@@ -73,10 +73,7 @@ def test_the_server_is_killed_in_mid_step(serve: Any, depth: int) -> None:
         with session.reopen() as fresh:
             facade = KVCacheManager(fresh, steps_in_flight=depth)
             begin_anew(scheduler, facade)
-            number = 60
-            while scheduler.arrivals or scheduler.waiting or scheduler.running:
-                scheduler.step(number)
-                number += 1
+            scheduler.run(60)
             facade.settle()
             assert len(scheduler.finished) == 40
             assert client.stats().blocks.live == 0
@@ -438,10 +435,7 @@ def test_a_message_that_is_refused_is_told_once(serve: Any) -> None:
             assert client.stats().blocks.live == 0
             facade = KVCacheManager(fresh, steps_in_flight=1)
             begin_anew(scheduler, facade)
-            number = 1000
-            while scheduler.arrivals or scheduler.waiting or scheduler.running:
-                scheduler.step(number)
-                number += 1
+            scheduler.run(1000)
             facade.settle()
             assert len(scheduler.finished) == 40
             assert client.stats().blocks.live == 0

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -18,6 +15,7 @@ from kvclient.events import BlockStored
 from kvclient.pool import Pool, map_pool
 from kvclient.slots import slot_mapping
 from kvclient.values import BlockStatus, Content, SlotRequest
+from own_process import run_python
 
 torch = pytest.importorskip("torch")
 
@@ -54,12 +52,8 @@ def test_three_see_the_same_bytes(serve: Any, layout: str) -> None:
             )
         session.cache_blocks("a", 10)
 
-        subprocess.run(
-            [sys.executable, "-c", LOOK, server.target, ",".join(map(str, table))],
-            check=True,
-            timeout=150,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
+        looked = run_python("-c", LOOK, server.target, ",".join(map(str, table)))
+        assert looked.returncode == 0, looked.stderr
         assert [float(pool.layer(i)[0, 0, 0, 0, 0]) for i in (0, 1)] == [77, 78]
 
         with client.stream_events(snapshot=True) as events:

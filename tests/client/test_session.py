@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -30,6 +26,7 @@ from kvclient.errors import (
 from kvclient.sequence import Sequence
 from kvclient.values import Content, Free, OperationKind, SlotRequest, Step
 from kvdepot.v1 import cache_pb2
+from own_process import told_by
 from patience import impatient, is_up, until
 from wire import Wire
 
@@ -129,14 +126,7 @@ def test_a_call_whose_lost_answer_is_kept_no_more(serve: Any) -> None:
 
 
 def test_the_asyncio_client_on_a_wire_that_breaks(serve: Any) -> None:
-    run = subprocess.run(
-        [sys.executable, Path(__file__).with_name("broken_wire.py"), serve().target],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+    told_by("broken_wire.py", serve().target)
 
 
 def test_a_unary_call_whose_answer_is_lost_is_done_once(client: Client, wire: Any) -> None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvclient.values import Outcome
+from own_process import told_by
 
 
 @pytest.fixture(scope="module")
@@ -19,15 +16,8 @@ def told(serve: Any) -> dict[str, list[dict[str, Any]]]:
     """What each client's story printed, each on a server of its own."""
     transcripts = {}
     for flavour in ("sync", "aio"):
-        run = subprocess.run(
-            [sys.executable, Path(__file__).with_name("story.py"), flavour, serve().target],
-            capture_output=True,
-            text=True,
-            timeout=150,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
-        assert run.returncode == 0, run.stdout + run.stderr
-        transcripts[flavour] = [json.loads(line) for line in run.stdout.splitlines()]
+        lines = told_by("story.py", flavour, serve().target).splitlines()
+        transcripts[flavour] = [json.loads(line) for line in lines]
     return transcripts
 
 

@@ -18,18 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from kvclient import Client
+from own_process import environment
 
 HERE = Path(__file__).parent
 TIMEOUT_SECONDS = 120.0
 SLACK_SECONDS = 20.0
 """What may come later than it should on a busy machine; what else would end it takes longer."""
 STOP_SECONDS = 20.0
-
-
-def environment() -> dict[str, str]:
-    """This process's, without the server's variables, and with its import path."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVDEPOT_")}
-    return kept | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 def wait_for(condition: Callable[[], object], seconds: float = TIMEOUT_SECONDS) -> float:

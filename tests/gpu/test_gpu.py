@@ -8,7 +8,6 @@ handle that it gave out itself.
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from kvclient.events import BlockStored
 from kvclient.imports import TransferPath
 from kvclient.pool import map_pool
 from kvclient.values import Content, SlotRequest
+from own_process import environment
 
 torch = pytest.importorskip("torch")
 
@@ -47,7 +47,7 @@ pytestmark = [
 
 BLOCK_SIZE = 4
 TIMEOUT_S = 120.0
-ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+ENVIRONMENT = environment()
 
 Serve = Callable[..., str]
 

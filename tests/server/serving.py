@@ -27,6 +27,7 @@ from kvdepot.v1 import (
     cache_pb2_grpc,
     event_pb2,
     event_pb2_grpc,
+    transfer_pb2,
     transfer_pb2_grpc,
     types_pb2,
 )
@@ -66,6 +67,32 @@ def detail_of(error: grpc.RpcError) -> types_pb2.ErrorDetail:
     detail = types_pb2.ErrorDetail()
     assert status.details[0].Unpack(detail)
     return detail
+
+
+NO_SUCH_SESSION = [
+    pytest.param(
+        {"epoch": "an earlier life"},
+        grpc.StatusCode.FAILED_PRECONDITION,
+        "STALE_EPOCH",
+        "epoch",
+        id="another epoch",
+    ),
+    pytest.param(
+        {"session_id": "nobody"},
+        grpc.StatusCode.NOT_FOUND,
+        "UNKNOWN_SESSION",
+        "session_id",
+        id="unknown",
+    ),
+    pytest.param(
+        {"session_id": ""},
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "INVALID_ARGUMENT",
+        "session_id",
+        id="none",
+    ),
+]
+"""What a request says of its session; the code, reason and field of the refusal."""
 
 
 def refused(call: Callable[[], Any], code: grpc.StatusCode) -> types_pb2.ErrorDetail:
@@ -185,6 +212,11 @@ class Scheduler:
             timeout=TIMEOUT_SECONDS,
         )
 
+    def step_stream(self) -> list[Any]:
+        """StepStream's answer to an empty Step; the stream ends after it."""
+        request = cache_pb2.StepRequest(context=self.context())
+        return list(self.stub.StepStream(iter([request]), timeout=TIMEOUT_SECONDS))
+
     def close(self, **context: Any) -> Any:
         """CloseSession."""
         return self.stub.CloseSession(
@@ -216,6 +248,21 @@ class Served:
         """A new session."""
         return Scheduler(self.cache, name)
 
+    def attach(self, scheduler: Scheduler, **request: Any) -> Any:
+        """AttachWorker of its session; the stream, of which nothing is read yet."""
+        given = {"session_id": scheduler.opened.session_id, "epoch": scheduler.opened.epoch}
+        return self.transfer.AttachWorker(
+            transfer_pb2.AttachWorkerRequest(**(given | request)), timeout=TIMEOUT_SECONDS
+        )
+
+    def follow(self, **request: Any) -> Any:
+        """StreamEvents; the stream, whose initial metadata is here."""
+        stream = self.event.StreamEvents(
+            event_pb2.StreamEventsRequest(**request), timeout=TIMEOUT_SECONDS
+        )
+        stream.initial_metadata()
+        return stream
+
     @property
     def data_plane(self) -> FakeDataPlane:
         """What moves its bytes."""
@@ -239,9 +286,7 @@ class Served:
 
 def ready_hashes(served: Served) -> list[bytes]:
     """The index, by snapshot."""
-    stream = served.event.StreamEvents(
-        event_pb2.StreamEventsRequest(snapshot=True), timeout=TIMEOUT_SECONDS
-    )
+    stream = served.follow(snapshot=True)
     found: list[bytes] = []
     for batch in stream:
         found += [h for event in batch.events for h in event.block_stored.block_hashes]

@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvdepot.v1 import admin_pb2, cache_pb2, transfer_pb2
+from kvdepot.v1 import admin_pb2, cache_pb2
 from serving import TIMEOUT_SECONDS, Serve, Served, eventually, refused, tokens
 
 PROMPT = tokens(*range(1, 11))
@@ -38,9 +38,7 @@ def test_sessions_from_opening_to_the_last_workers_end(serve: Serve) -> None:
     first.admit("a", PROMPT, step=7, completed_step=5)
     first.admit("b", tokens(50), step=7, completed_step=5)
     first.free("b", cache_pb2.FREE_MODE_DETACH, step=7, completed_step=6)
-    worker = served.transfer.AttachWorker(
-        transfer_pb2.AttachWorkerRequest(session_id=first.opened.session_id, name="w")
-    )
+    worker = served.attach(first, name="w")
     next(worker)
 
     one, two = sessions(served)

@@ -17,13 +17,6 @@ from serving import BLOCK_SIZE, Scheduler, Serve, Served, detail_of, eventually,
 PROMPT = tokens(*range(1, 11))
 
 
-def follow(served: Served, **request: Any) -> Any:
-    """An open stream; its initial metadata is here."""
-    stream = served.event.StreamEvents(event_pb2.StreamEventsRequest(**request), timeout=60)
-    stream.initial_metadata()
-    return stream
-
-
 def each_event(stream: Iterator[Any]) -> Iterator[tuple[int, event_pb2.Event]]:
     """Sequence and event, one by one."""
     for batch in stream:
@@ -50,7 +43,7 @@ def hashes_in(found: list[tuple[int, event_pb2.Event]]) -> list[bytes]:
 def test_stored_only_once_ready_then_removed_then_cleared(serve: Serve) -> None:
     served = serve(num_blocks=4)
     scheduler = served.open()
-    feed = each_event(follow(served))
+    feed = each_event(served.follow())
     scheduler.admit("a", PROMPT, step=1, completed_step=0)
     assert served.stats().next_event_sequence == 0
     scheduler.free("a", step=2, completed_step=1)
@@ -90,8 +83,8 @@ def test_resuming_is_gapless(served: Served) -> None:
         cache_prompt(scheduler, f"r{number}", tokens(*range(number * 10, number * 10 + 5)))
     total = served.stats().next_event_sequence
     assert total == 5
-    whole = events(follow(served, from_sequence=0), total)
-    rest = events(follow(served, from_sequence=3, epoch=scheduler.opened.epoch), 2)
+    whole = events(served.follow(from_sequence=0), total)
+    rest = events(served.follow(from_sequence=3, epoch=scheduler.opened.epoch), 2)
     assert rest == whole[3:]
     assert [sequence for sequence, _ in whole] == list(range(total))
 
@@ -99,7 +92,7 @@ def test_resuming_is_gapless(served: Served) -> None:
 def test_a_snapshot_goes_over_into_the_feed(served: Served) -> None:
     scheduler = served.open()
     cache_prompt(scheduler, "before")
-    stream = follow(served, snapshot=True)
+    stream = served.follow(snapshot=True)
     batch = next(stream)
     present: list[bytes] = []
     while True:
@@ -148,7 +141,7 @@ def test_cursors_that_cannot_be_served(
 
 def test_a_subscriber_that_does_not_read_is_cut_off(serve: Serve) -> None:
     served = serve(event_queue=8)
-    stalled, reading = follow(served), follow(served)
+    stalled, reading = served.follow(), served.follow()
     publisher = served.server.node.publisher
     removed = RemovedBlocks([b"h" * 32] * BATCH_EVENTS_MAX, 0, "CPU", "evicted")
 
@@ -174,18 +167,18 @@ def test_a_subscriber_that_does_not_read_is_cut_off(serve: Serve) -> None:
 
 def test_heartbeats_tell_that_all_is_well(serve: Serve) -> None:
     served = serve(event_heartbeat_seconds=0.05)
-    beat = next(follow(served))
+    beat = next(served.follow())
     assert not beat.events
     assert (beat.first_sequence, beat.epoch) == (0, served.server.node.depot.epoch)
 
 
 def test_subscribers_are_limited_and_leave(serve: Serve) -> None:
     served = serve(max_subscribers=1)
-    first = follow(served)
+    first = served.follow()
     refused(
         lambda: next(served.event.StreamEvents(event_pb2.StreamEventsRequest(), timeout=60)),
         grpc.StatusCode.RESOURCE_EXHAUSTED,
     )
     first.cancel()
     eventually(lambda: not served.stats().num_event_subscribers)
-    follow(served)
+    served.follow()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvdepot.v1 import cache_pb2, event_pb2, types_pb2
+from kvdepot.v1 import cache_pb2, types_pb2
 from kvserver.groups import parse_groups
 from serving import Serve, Served, from_int32s, int32s, tokens
 
@@ -114,7 +114,7 @@ def test_events_tell_group_kind_and_window(serve: Serve) -> None:
     scheduler = served.open()
     scheduler.admit("a", PROMPT)
     scheduler.cache("a", 400)
-    stream = served.event.StreamEvents(event_pb2.StreamEventsRequest(snapshot=True), timeout=60)
+    stream = served.follow(snapshot=True)
     stored: dict[int, list[Any]] = {}
     for batch in stream:
         for event in batch.events:

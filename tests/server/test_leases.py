@@ -9,9 +9,9 @@ from typing import Any
 import grpc
 import pytest
 
-from kvdepot.v1 import cache_pb2, transfer_pb2, types_pb2
+from kvdepot.v1 import cache_pb2, types_pb2
 from manual_clock import ManualClock
-from serving import Scheduler, Serve, Served, eventually, refused, tokens
+from serving import NO_SUCH_SESSION, Scheduler, Serve, Served, eventually, refused, tokens
 
 PROMPT = tokens(*range(1, 11))
 TTL = 30.0
@@ -43,18 +43,8 @@ def step(served: Served, scheduler: Scheduler, **context: Any) -> Any:
     return served.cache.Step(request, timeout=60)
 
 
-def step_stream(served: Served, scheduler: Scheduler, **context: Any) -> Any:
-    request = cache_pb2.StepRequest(context=scheduler.context(**context))
-    return list(served.cache.StepStream(iter([request]), timeout=60))
-
-
-def attach(served: Served, scheduler: Scheduler) -> Any:
-    stream = served.transfer.AttachWorker(
-        transfer_pb2.AttachWorkerRequest(
-            session_id=scheduler.opened.session_id, epoch=scheduler.opened.epoch
-        ),
-        timeout=60,
-    )
+def attach(served: Served, scheduler: Scheduler) -> None:
+    stream = served.attach(scheduler)
     next(stream)
     stream.cancel()
 
@@ -70,7 +60,7 @@ CALLS: dict[str, Call] = {
     "CacheBlocks": lambda _, scheduler: scheduler.cache("a", 8),
     "Free": lambda _, scheduler: scheduler.free("nobody"),
     "Step": step,
-    "StepStream": step_stream,
+    "StepStream": lambda _, scheduler: scheduler.step_stream(),
     "AttachWorker": attach,
     "a replay": lambda _, scheduler: scheduler.free("nobody", op_seq=1),
 }
@@ -174,29 +164,7 @@ def test_the_servers_lease_is_configured(serve: Serve) -> None:
 
 @pytest.mark.parametrize(
     ("request_", "code", "reason", "field"),
-    [
-        pytest.param(
-            {"epoch": "an earlier life"},
-            grpc.StatusCode.FAILED_PRECONDITION,
-            "STALE_EPOCH",
-            "epoch",
-            id="another epoch",
-        ),
-        pytest.param(
-            {"session_id": "nobody"},
-            grpc.StatusCode.NOT_FOUND,
-            "UNKNOWN_SESSION",
-            "session_id",
-            id="unknown",
-        ),
-        pytest.param(
-            {"session_id": ""},
-            grpc.StatusCode.INVALID_ARGUMENT,
-            "INVALID_ARGUMENT",
-            "session_id",
-            id="none",
-        ),
-    ],
+    NO_SUCH_SESSION,
 )
 def test_keep_alive_refuses(
     served: Served, request_: dict[str, str], code: grpc.StatusCode, reason: str, field: str

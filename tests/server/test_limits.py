@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvdepot.v1 import cache_pb2, event_pb2, transfer_pb2
+from kvdepot.v1 import cache_pb2, transfer_pb2
 from kvserver.config import ConfigError
 from kvserver.sources import parse
 from serving import Scheduler, Serve, Served, int32s, refused, tokens
@@ -20,9 +20,8 @@ Act = Callable[[Served, Scheduler], Any]
 
 
 def follow(served: Served) -> Any:
-    """An open StreamEvents."""
-    stream = served.event.StreamEvents(event_pb2.StreamEventsRequest(), timeout=60)
-    stream.initial_metadata()
+    """An open StreamEvents, or its refusal."""
+    stream = served.follow()
     if stream.done():
         next(stream)
     return stream
@@ -30,20 +29,9 @@ def follow(served: Served) -> Any:
 
 def attach(served: Served, scheduler: Scheduler) -> Any:
     """An open AttachWorker."""
-    stream = served.transfer.AttachWorker(
-        transfer_pb2.AttachWorkerRequest(
-            session_id=scheduler.opened.session_id, epoch=scheduler.opened.epoch
-        ),
-        timeout=60,
-    )
+    stream = served.attach(scheduler)
     next(stream)
     return stream
-
-
-def step_stream(served: Served, scheduler: Scheduler) -> Any:
-    """A StepStream's first answer; the stream ends after it."""
-    request = cache_pb2.StepRequest(context=scheduler.context())
-    return list(served.cache.StepStream(iter([request]), timeout=60))
 
 
 def fill_sessions(served: Served, _: Scheduler) -> None:
@@ -229,7 +217,7 @@ def test_all_sessions_together_keep_so_much(serve: Serve) -> None:
             pytest.param({"max_concurrent_streams": 1}, fill, beyond, "TOO_MANY_STREAMS", id=name)
             for name, fill, beyond in (
                 ("an event stream", attach, lambda served, _: follow(served)),
-                ("a step stream", attach, step_stream),
+                ("a step stream", attach, lambda _, scheduler: scheduler.step_stream()),
                 ("a worker", lambda served, _: follow(served), attach),
             )
         ),
@@ -272,7 +260,7 @@ def test_room_that_is_given_back(serve: Serve) -> None:
         scheduler.free("cut")
     served.assert_clean()
     for _ in range(3):
-        step_stream(served, scheduler)
+        scheduler.step_stream()
 
 
 def test_a_message_beyond_the_limit(serve: Serve) -> None:

@@ -9,7 +9,6 @@ import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvdepot.v1 import transfer_pb2
 from manual_clock import ManualClock
 from serving import BLOCK_SIZE, Serve, Served, refused, tokens
 
@@ -60,9 +59,7 @@ def test_a_session_that_expires_under_its_worker(serve: Serve) -> None:
     served = serve(clock=clock, no_metrics=False, metrics_port=0)
     dies = served.open()
     served.open().close()
-    worker = served.transfer.AttachWorker(
-        transfer_pb2.AttachWorkerRequest(session_id=dies.opened.session_id), timeout=60
-    )
+    worker = served.attach(dies)
     next(worker)
     dies.admit("a", PROMPT)
     seen = scrape(served)

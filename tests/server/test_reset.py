@@ -46,8 +46,7 @@ class Follower:
     """The truth feed, read as it comes."""
 
     def __init__(self, served: Served) -> None:
-        self._stream = served.event.StreamEvents(event_pb2.StreamEventsRequest(), timeout=60)
-        self._stream.initial_metadata()
+        self._stream = served.follow()
         self._events: Iterator[Any] = (event for batch in self._stream for event in batch.events)
 
     def until(self, kind: str) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -30,6 +29,7 @@ from kvdepot.v1 import (
     transfer_pb2_grpc,
 )
 from kvserver.config import ConfigError
+from own_process import environment
 from serving import Scheduler, Serve, refused, tokens
 
 READY = re.compile(
@@ -38,12 +38,6 @@ READY = re.compile(
 )
 
 Start = Callable[..., "Process"]
-
-
-def environment() -> dict[str, str]:
-    """This process's, without the server's variables, and with its import path."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVDEPOT_")}
-    return kept | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 class Process:

@@ -9,23 +9,11 @@ from typing import Any
 import grpc
 import pytest
 
-from kvdepot.v1 import cache_pb2, transfer_pb2
+from kvdepot.v1 import cache_pb2
 from manual_clock import ManualClock
-from serving import Scheduler, Serve, Served, eventually, refused, tokens
+from serving import NO_SUCH_SESSION, Scheduler, Serve, Served, eventually, refused, tokens
 
 PROMPT = tokens(*range(1, 11))
-
-
-def attach(served: Served, scheduler: Scheduler, **request: Any) -> Any:
-    """An open stream."""
-    given = {
-        "session_id": scheduler.opened.session_id,
-        "epoch": scheduler.opened.epoch,
-        "name": "worker 0",
-    }
-    return served.transfer.AttachWorker(
-        transfer_pb2.AttachWorkerRequest(**(given | request)), timeout=60
-    )
 
 
 def num_workers(served: Served) -> int:
@@ -61,7 +49,7 @@ def test_quarantined_until_the_last_worker_is_gone(
         served.loop.call(lambda: clock.advance(seconds))
 
     gone = served.open("gone")
-    workers = [attach(served, gone), attach(served, gone)]
+    workers = [served.attach(gone), served.attach(gone)]
     assert [next(worker).session_ended for worker in workers] == [False, False]
     gone.admit("written", PROMPT, step=1, completed_step=0)
     gone.admit("in flight", tokens(*range(100, 110)), step=2, completed_step=1)
@@ -98,7 +86,7 @@ def test_quarantined_until_the_operators_bound(serve: Serve) -> None:
     clock = ManualClock()
     served = serve(clock=clock, quarantine_seconds=40.0)
     gone, stays = served.open("gone"), served.open("stays")
-    worker = attach(served, gone)
+    worker = served.attach(gone)
     next(worker)
     gone.admit("a", PROMPT)
     gone.close()
@@ -115,7 +103,7 @@ def test_quarantined_until_the_operators_bound(serve: Serve) -> None:
 
 def test_workers_that_leave_first_leave_nothing_behind(served: Served) -> None:
     scheduler = served.open()
-    worker = attach(served, scheduler)
+    worker = served.attach(scheduler)
     next(worker)
     scheduler.admit("a", PROMPT)
     end(served, worker)
@@ -128,7 +116,7 @@ def test_workers_that_leave_first_leave_nothing_behind(served: Served) -> None:
 def test_a_departed_sessions_blocks_survive_no_reset_as_hits(served: Served) -> None:
     """A reset refuses no quarantined blocks, and frees none of them either."""
     gone, stays = served.open("gone"), served.open("stays")
-    worker = attach(served, gone)
+    worker = served.attach(gone)
     next(worker)
     gone.admit("a", PROMPT)
     gone.free("nobody")
@@ -144,27 +132,7 @@ def test_a_departed_sessions_blocks_survive_no_reset_as_hits(served: Served) -> 
 @pytest.mark.parametrize(
     ("request_", "code", "reason", "field"),
     [
-        pytest.param(
-            {"epoch": "an earlier life"},
-            grpc.StatusCode.FAILED_PRECONDITION,
-            "STALE_EPOCH",
-            "epoch",
-            id="another epoch",
-        ),
-        pytest.param(
-            {"session_id": "nobody"},
-            grpc.StatusCode.NOT_FOUND,
-            "UNKNOWN_SESSION",
-            "session_id",
-            id="unknown",
-        ),
-        pytest.param(
-            {"session_id": ""},
-            grpc.StatusCode.INVALID_ARGUMENT,
-            "INVALID_ARGUMENT",
-            "session_id",
-            id="none",
-        ),
+        *NO_SUCH_SESSION,
         pytest.param(
             {"name": "x" * 1025},
             grpc.StatusCode.INVALID_ARGUMENT,
@@ -178,17 +146,17 @@ def test_attach_refuses(
     served: Served, request_: dict[str, str], code: grpc.StatusCode, reason: str, field: str
 ) -> None:
     scheduler = served.open()
-    detail = refused(lambda: next(attach(served, scheduler, **request_)), code)
+    detail = refused(lambda: next(served.attach(scheduler, **request_)), code)
     assert (detail.reason, detail.field) == (reason, field)
     assert num_workers(served) == 0
 
 
 def test_a_departed_session_takes_no_worker(served: Served) -> None:
     scheduler = served.open()
-    first = attach(served, scheduler)
+    first = served.attach(scheduler)
     next(first)
     scheduler.close()
-    refused(lambda: next(attach(served, scheduler)), grpc.StatusCode.NOT_FOUND)
+    refused(lambda: next(served.attach(scheduler)), grpc.StatusCode.NOT_FOUND)
     end(served, first)
 
 
@@ -196,7 +164,7 @@ def test_heartbeats(serve: Serve) -> None:
     served = serve(worker_heartbeat_seconds=0.05)
     scheduler = served.open()
     began = time.monotonic()
-    worker = attach(served, scheduler)
+    worker = served.attach(scheduler)
     beats = [next(worker) for _ in range(4)]
     assert time.monotonic() - began > 0.1
     assert {(beat.epoch, beat.session_ended) for beat in beats} == {(scheduler.opened.epoch, False)}
@@ -207,7 +175,7 @@ def test_heartbeats(serve: Serve) -> None:
 def test_a_stop_ends_the_streams_of_workers(serve: Serve) -> None:
     served = serve()
     scheduler = served.open()
-    worker = attach(served, scheduler)
+    worker = served.attach(scheduler)
     next(worker)
     served.loop.run(served.server.stop())
     detail = refused(lambda: next(worker), grpc.StatusCode.UNAVAILABLE)
