@@ -81,3 +81,18 @@ def sort_removals(events: list[list[Any]]) -> list[list[Any]]:
             ordered += [*sorted(run), event]
             run = []
     return ordered + sorted(run)
+
+
+def stats_column(stats: Any) -> list[int] | None:
+    """PrefixCacheStats, whose names both sides share."""
+    if stats is None:
+        return None
+    return [
+        stats.requests,
+        stats.queries,
+        stats.hits,
+        stats.preempted_requests,
+        stats.preempted_queries,
+        stats.preempted_hits,
+        int(stats.reset),
+    ]

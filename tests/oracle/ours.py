@@ -6,7 +6,7 @@ from array import array
 from typing import Any
 
 import kvcore.spec
-from backend import hash_names, sort_removals
+from backend import hash_names, sort_removals, stats_column
 from kvcore.block import KVCacheBlock
 from kvcore.check import check
 from kvcore.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
@@ -200,18 +200,7 @@ class KvcoreBackend:
         return sort_removals(events) if self.partial else events
 
     def stats(self) -> list[int] | None:
-        stats = self.manager.make_prefix_cache_stats()
-        if stats is None:
-            return None
-        return [
-            stats.requests,
-            stats.queries,
-            stats.hits,
-            stats.preempted_requests,
-            stats.preempted_queries,
-            stats.preempted_hits,
-            int(stats.reset),
-        ]
+        return stats_column(self.manager.make_prefix_cache_stats())
 
     def violations(self) -> list[str]:
         return check(self.manager)

@@ -43,7 +43,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request, RequestStatus
 
-from backend import hash_names, sort_removals
+from backend import hash_names, sort_removals, stats_column
 from digest import run_all
 from vllm_hashing import hash_cases
 
@@ -287,18 +287,7 @@ class VllmBackend:
         return sort_removals(events) if self.partial else events
 
     def stats(self) -> list[int] | None:
-        stats = self.manager.make_prefix_cache_stats()
-        if stats is None:
-            return None
-        return [
-            stats.requests,
-            stats.queries,
-            stats.hits,
-            stats.preempted_requests,
-            stats.preempted_queries,
-            stats.preempted_hits,
-            int(stats.reset),
-        ]
+        return stats_column(self.manager.make_prefix_cache_stats())
 
     def violations(self) -> list[str]:
         return []

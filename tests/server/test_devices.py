@@ -6,6 +6,7 @@ import asyncio
 import random
 import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +223,25 @@ def run_import(
     return said[-1] | {"statuses": {0: statuses}}
 
 
+def assert_all_came(ranks: Ranks, peer: MovingNode, report: dict[str, Any]) -> None:
+    assert report["statuses"] == {0: bytes([IMPORTED]) * 20}
+    for number in range(20):
+        assert ranks.read(0, 30 - number) == peer.read(0, 1 + number)
+
+
+@contextmanager
+def on_a_gpu(peer: MovingNode) -> Iterator[Any]:
+    """Where the peer says that its bytes are; gives the tensor that they are in."""
+    shown = peer.pool.mappings[0]
+    path = shown.file.path
+    tensor = torch.from_file(path, shared=True, size=shown.num_bytes, dtype=torch.uint8)
+    shown.cuda_ipc.device_uuid = "GPU"
+    try:
+        yield tensor
+    finally:
+        shown.file.path = path
+
+
 @pytest.mark.parametrize("layout", ["block", "layer"])
 @pytest.mark.parametrize("path", [MAPPING, GRPC])
 def test_an_import_from_a_pool_in_a_file(
@@ -231,9 +251,7 @@ def test_an_import_from_a_pool_in_a_file(
     ranks = made(seed=2, layout=layout)
     report = run_import(ranks, peer, paths=[path])
     assert (report["path"], report["failures"]) == (path, [])
-    assert report["statuses"] == {0: bytes([IMPORTED]) * 20}
-    for number in range(20):
-        assert ranks.read(0, 30 - number) == peer.read(0, 1 + number)
+    assert_all_came(ranks, peer, report)
 
 
 def test_an_import_between_devices_of_one_host(
@@ -241,19 +259,11 @@ def test_an_import_between_devices_of_one_host(
 ) -> None:
     peer.reset()
     ranks = made(seed=3)
-    shown = peer.pool.mappings[0]
-    path = shown.file.path
-    tensor = torch.from_file(path, shared=True, size=shown.num_bytes, dtype=torch.uint8)
-    monkeypatch.setattr(mapping, "open_devices", lambda _: [tensor])
-    shown.cuda_ipc.device_uuid = "GPU"
-    try:
+    with on_a_gpu(peer) as tensor:
+        monkeypatch.setattr(mapping, "open_devices", lambda _: [tensor])
         report = run_import(ranks, peer)
-    finally:
-        shown.file.path = path
     assert (report["path"], report["failures"]) == (MAPPING, [])
-    assert report["statuses"] == {0: bytes([IMPORTED]) * 20}
-    for number in range(20):
-        assert ranks.read(0, 30 - number) == peer.read(0, 1 + number)
+    assert_all_came(ranks, peer, report)
 
 
 @pytest.mark.parametrize("staging_bytes", [1, devices.STAGING_BYTES])
@@ -265,19 +275,11 @@ def test_an_import_into_a_pool_in_a_file(
     ranks = made(seed=6, layout="layer")
     ours = types_pb2.PoolDescription.FromString(ranks.pool.SerializeToString())
     ours.mappings[0].file.path = ranks.memories[0].path
-    shown = peer.pool.mappings[0]
-    path = shown.file.path
-    tensor = torch.from_file(path, shared=True, size=shown.num_bytes, dtype=torch.uint8)
-    monkeypatch.setattr(mapping, "open_devices", lambda _: [tensor])
-    shown.cuda_ipc.device_uuid = "GPU"
-    try:
+    with on_a_gpu(peer) as tensor:
+        monkeypatch.setattr(mapping, "open_devices", lambda _: [tensor])
         report = run_import(ranks, peer, PoolFile(ours, writable=True))
-    finally:
-        shown.file.path = path
     assert (report["path"], report["failures"]) == (MAPPING, [])
-    assert report["statuses"] == {0: bytes([IMPORTED]) * 20}
-    for number in range(20):
-        assert ranks.read(0, 30 - number) == peer.read(0, 1 + number)
+    assert_all_came(ranks, peer, report)
 
 
 def test_pools_of_other_ranks_are_not_mapped(made: Any, peer: MovingNode) -> None:
@@ -297,9 +299,6 @@ def test_what_torch_raises_leaves_the_stream(
 ) -> None:
     peer.reset()
     ranks = made(seed=5)
-    shown = peer.pool.mappings[0]
-    path = shown.file.path
-    tensor = torch.from_file(path, shared=True, size=shown.num_bytes, dtype=torch.uint8)
     copies: list[Any] = []
 
     def opened(_: Any) -> list[Any]:
@@ -315,30 +314,20 @@ def test_what_torch_raises_leaves_the_stream(
 
     monkeypatch.setattr(mapping, "open_devices", opened)
     monkeypatch.setattr(ranks.devices, "copy_from", copy_from)
-    shown.cuda_ipc.device_uuid = "GPU"
-    try:
+    with on_a_gpu(peer) as tensor:
         report = run_import(ranks, peer)
-    finally:
-        shown.file.path = path
     ((failed, reason),) = report["failures"]
     assert (failed, report["path"]) == (MAPPING, GRPC)
     assert reason == "the device: OutOfMemoryError: CUDA out of memory"
-    assert report["statuses"] == {0: bytes([IMPORTED]) * 20}
-    for number in range(20):
-        assert ranks.read(0, 30 - number) == peer.read(0, 1 + number)
+    assert_all_came(ranks, peer, report)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
 def test_devices_that_are_not_seen_here_leave_the_stream(made: Any, peer: MovingNode) -> None:
     peer.reset()
     ranks = made(seed=4)
-    shown = peer.pool.mappings[0]
-    path = shown.file.path
-    shown.cuda_ipc.device_uuid = "GPU"
-    try:
+    with on_a_gpu(peer):
         report = run_import(ranks, peer)
-    finally:
-        shown.file.path = path
     ((failed, reason),) = report["failures"]
     assert (failed, report["path"]) == (MAPPING, GRPC)
     assert reason.startswith("NO_CUDA")
