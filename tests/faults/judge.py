@@ -7,7 +7,8 @@ from typing import Any
 
 import grpc
 
-from model import Answer, Divergence, Model, Session, agree
+from model import Model
+from model_state import Answer, Divergence, Session, agree
 
 
 @dataclass

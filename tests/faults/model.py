@@ -7,161 +7,33 @@ compared as tokens, not as hashes.
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 
 from kvdepot.v1 import cache_pb2 as pb
-
-Key = tuple[str, tuple[int, ...]]
-"""What a block holds: the salt, and all tokens up to the block's end."""
-
-INVALID = grpc.StatusCode.INVALID_ARGUMENT
-NOT_FOUND = grpc.StatusCode.NOT_FOUND
-EXISTS = grpc.StatusCode.ALREADY_EXISTS
-PRECONDITION = grpc.StatusCode.FAILED_PRECONDITION
-
-INFINITE = float("inf")
-HOLDERS_MAX = 8
-
-Answer = Any
-"""The reply's message, or the status code of an error."""
-
-
-class Divergence(AssertionError):
-    """The server did what the model does not allow."""
-
-
-class Refusal(Exception):
-    """The model predicts an error."""
-
-    def __init__(self, code: grpc.StatusCode) -> None:
-        super().__init__(code.name)
-        self.code = code
-
-
-def agree(what: str, found: object, expected: object) -> None:
-    """Raise Divergence unless the two are equal."""
-    if found != expected:
-        raise Divergence(f"{what}: the server says {found}, the model {expected}")
-
-
-def ids_of(tables: Iterable[Any]) -> list[int]:
-    """The block ids of a reply with one KV cache group."""
-    return [block_id for table in tables for block_id in table.ids]
-
-
-def tokens_of(raw: bytes) -> list[int]:
-    """Tokens as numbers."""
-    return list(struct.unpack(f"<{len(raw) // 4}I", raw))
-
-
-def ints_of(column: bytes) -> list[int]:
-    """A column of int32."""
-    return list(struct.unpack(f"<{len(column) // 4}i", column))
-
-
-Scope = str | None
-"""What a reset is of: the contents with this salt; None: all."""
-
-
-@dataclass(slots=True)
-class Drain:
-    """A reset that waits."""
-
-    drain_id: int
-    scope: Scope
-    deadline: float
-
-
-@dataclass(eq=False, slots=True)
-class Block:
-    """``writer`` has not confirmed its bytes; ``keepers`` freed it in steps that may still run."""
-
-    block_id: int
-    refs: int = 0
-    key: Key | None = None
-    writer: Session | None = None
-    written_in: int = 0
-    keepers: dict[Session, int] = field(default_factory=dict)
-
-    def is_free_for(self, session: Session) -> bool:
-        """Whether the session can be given the block."""
-        return not self.refs and not self.keepers.keys() - {session}
-
-    def is_kept_by(self, session: Session) -> bool:
-        """Whether it is the only one that keeps the block from the others."""
-        return not self.refs and self.keepers.keys() == {session}
-
-
-@dataclass(eq=False, slots=True)
-class Request:
-    """A request of one session."""
-
-    request_id: str
-    tokens: list[int]
-    salt: str
-    handle: int
-    table: list[Block] = field(default_factory=list)
-    holds: bool = False
-    running: bool = False
-    computed: int = 0
-    registered: int = 0
-    confirmed: int = 0
-    remembered: int = 0
-    preemptions: int = 0
-    # The step that registered last, and its first block; the step of the last allocation.
-    registered_in: int = -1
-    registered_from: int = 0
-    allocated_in: int = 0
-    outlived_reset: bool = False
-
-    def key(self, position: int, block_size: int) -> Key:
-        """What belongs in the block at ``position`` of the table."""
-        return self.salt, tuple(self.tokens[: (position + 1) * block_size])
-
-
-class Detached(list[Block]):
-    """Blocks of a detached request."""
-
-    salt = ""
-
-
-@dataclass(eq=False, slots=True)
-class Session:
-    """What one scheduler holds."""
-
-    name: str
-    requests: dict[str, Request] = field(default_factory=dict)
-    tickets: dict[int, Detached] = field(default_factory=dict)
-    step: int = 0
-    completed: int = 0
-    # The last step that may use what is freed now.
-    last_use: int = 0
-    names_steps: bool = False
-    workers: int = 0
-    lease_seconds: float = INFINITE
-    heard_at: float = 0.0
-    ended_at: float = INFINITE
-
-    @property
-    def ended(self) -> bool:
-        """Whether it is over; its workers may remain."""
-        return self.ended_at < INFINITE
-
-    @property
-    def num_blocks(self) -> int:
-        """Entries of its tables and tickets."""
-        tables = [request.table for request in self.requests.values()]
-        return sum(map(len, [*tables, *self.tickets.values()]))
-
-    def by_handle(self, handle: int) -> Request | None:
-        """A request by its number."""
-        found = [request for request in self.requests.values() if request.handle == handle]
-        return found[0] if found else None
+from model_state import (
+    EXISTS,
+    HOLDERS_MAX,
+    INFINITE,
+    INVALID,
+    NOT_FOUND,
+    PRECONDITION,
+    Answer,
+    Block,
+    Detached,
+    Divergence,
+    Drain,
+    Key,
+    Refusal,
+    Request,
+    Scope,
+    Session,
+    agree,
+    ids_of,
+    tokens_of,
+)
+from step_judge import StepJudge, no_fit
 
 
 class Model:
@@ -352,16 +224,16 @@ class Model:
         agree("handle", reply.handle, request.handle)
 
     def _AllocateSlots(self, session: Session, call: Any, answer: Answer) -> None:
-        self._allocate(session, call.slots, getattr(answer, "result", None))
+        self.allocate(session, call.slots, getattr(answer, "result", None))
 
     def _CacheBlocks(self, session: Session, call: Any, answer: Answer) -> None:
         request = session.requests.get(call.request_id)
         if request is not None:
             if call.HasField("content"):
-                self._write(
+                self.write(
                     session, request, call.content.token_offset, tokens_of(call.content.tokens)
                 )
-            self._confirm(session, request, call.num_computed_tokens)
+            self.confirm(session, request, call.num_computed_tokens)
         agree("known", _reply(answer).known, request is not None)
 
     def _Free(self, session: Session, call: Any, answer: Answer) -> None:
@@ -371,7 +243,7 @@ class Model:
         reply = _reply(answer)
         agree("known", reply.known, request is not None)
         if request is not None:
-            self._free(session, request, call.mode, call.did_not_run, reply.ticket)
+            self.free(session, request, call.mode, call.did_not_run, reply.ticket)
 
     def _ReturnBlocks(self, session: Session, call: Any, answer: Answer) -> None:
         blocks = session.tickets.pop(call.ticket, None)
@@ -476,7 +348,7 @@ class Model:
         agree("freed", _reply(answer).num_requests_freed, self.end(session))
 
     def _Step(self, session: Session, call: Any, answer: Answer) -> None:
-        _StepJudge(self, session, call, _reply(answer)).run()
+        StepJudge(self, session, call, _reply(answer)).run()
 
     # --- parts of calls ---------------------------------------------------------------
 
@@ -493,7 +365,7 @@ class Model:
                 common = min(len(tokens), len(request.tokens))
                 if tokens[:common] != request.tokens[:common]:
                     raise Refusal(EXISTS)
-            self._write(session, request, content.token_offset, tokens)
+            self.write(session, request, content.token_offset, tokens)
             return request
         if content is None or content.token_offset:
             raise Refusal(NOT_FOUND)
@@ -505,7 +377,8 @@ class Model:
         session.requests[call.request_id] = request
         return request
 
-    def _write(self, session: Session, request: Request, offset: int, tokens: list[int]) -> None:
+    def write(self, session: Session, request: Request, offset: int, tokens: list[int]) -> None:
+        """Tokens from an offset on; what was known beyond it is cut off."""
         held = request.tokens
         if offset > len(held):
             raise Refusal(INVALID)
@@ -561,7 +434,7 @@ class Model:
         found = [(holder.num_blocks, holder.departed) for holder in no_fit.holders]
         agree("holders", found, holds[:HOLDERS_MAX] if named else [])
 
-    def _allocate(
+    def allocate(
         self,
         session: Session,
         slots: Any,
@@ -629,7 +502,7 @@ class Model:
         agree("claimed", result.num_new_computed_tokens, claimed)
         if refusal is not None:
             agree("outcome", pb.Outcome.Name(result.outcome), "OUTCOME_NO_FIT")
-            agree("no_fit", _no_fit(result.no_fit), refusal)
+            agree("no_fit", no_fit(result.no_fit), refusal)
             self.check_holders(result.no_fit, named=name_holders)
             return "NO_FIT"
         agree("outcome", pb.Outcome.Name(result.outcome), "OUTCOME_OK")
@@ -641,9 +514,9 @@ class Model:
             request.holds = True
             request.registered = len(hit)
         request.table += hit
-        self._take(session, request, ids_of(result.new_blocks), -(-num_slots // size))
+        self.take(session, request, ids_of(result.new_blocks), -(-num_slots // size))
         if not slots.delay_cache_blocks:
-            self._register(session, request, min(computed + new, len(request.tokens)))
+            self.register(session, request, min(computed + new, len(request.tokens)))
             request.running = True
         request.allocated_in = session.step
         request.computed = computed
@@ -670,9 +543,10 @@ class Model:
             new -= new % slots.new_tokens_alignment
         return new if new > 0 or not left else None
 
-    def _take(
+    def take(
         self, session: Session, request: Request, block_ids: list[int], num_blocks: int
     ) -> None:
+        """The blocks that the server chose, if it might."""
         agree("new blocks", len(block_ids), max(num_blocks - len(request.table), 0))
         for block_id in block_ids:
             block = self.blocks.get(block_id)
@@ -685,7 +559,8 @@ class Model:
             block.refs = 1
             request.table.append(block)
 
-    def _register(self, session: Session, request: Request, num_tokens: int) -> None:
+    def register(self, session: Session, request: Request, num_tokens: int) -> None:
+        """Full blocks become hits of the session."""
         if request.outlived_reset:
             return
         full = num_tokens // self.block_size
@@ -703,19 +578,21 @@ class Model:
                 block.writer, block.written_in = session, session.step
         request.registered = max(request.registered, full)
 
-    def _confirm(self, session: Session, request: Request, num_tokens: int) -> None:
+    def confirm(self, session: Session, request: Request, num_tokens: int) -> None:
+        """The bytes of so many tokens are written."""
         slots = len(request.table) * self.block_size if request.holds else 0
         if num_tokens > min(slots, len(request.tokens)):
             raise Refusal(INVALID)
-        self._register(session, request, num_tokens)
+        self.register(session, request, num_tokens)
         confirmed = num_tokens // self.block_size
         for block in request.table[request.confirmed : confirmed]:
             block.writer = None
         request.confirmed = max(request.confirmed, confirmed)
 
-    def _free(
+    def free(
         self, session: Session, request: Request, mode: int, did_not_run: bool, ticket: int
     ) -> None:
+        """The request gives its blocks back, keeps its tokens, or is detached."""
         if did_not_run and not (session.names_steps and request.allocated_in != session.step):
             self._forget_unwritten(session, request)
         table, request.table = request.table, []
@@ -777,154 +654,6 @@ class Model:
         if not copies:
             del self.copies[block.key]
         block.key = block.writer = None
-
-
-class _StepJudge:
-    """One Step's operations against its answer, in order."""
-
-    def __init__(self, model: Model, session: Session, call: Any, reply: Any) -> None:
-        self.model, self.session, self.call, self.reply = model, session, call, reply
-        self.stopping = call.on_no_fit != pb.ON_NO_FIT_CONTINUE
-        self.stopped = self.refused = False
-        self.budget = call.token_budget if call.HasField("token_budget") else None
-        self.no_fit: tuple[int, ...] | None = None
-        self.done = dict.fromkeys(range(1, 5), 0)
-        self.tokens = 0
-        columns = reply.grow.new_blocks[0]
-        self.counts, self.ids = ints_of(columns.counts), ints_of(columns.ids)
-
-    def run(self) -> None:
-        call, reply = self.call, self.reply
-        operations = (None, self._admit, self._grow, self._cache, self._free)
-        for run in call.runs:
-            operate = operations[run.kind]
-            assert operate is not None
-            for _ in range(run.count):
-                operate(self.done[run.kind])
-                self.done[run.kind] += 1
-        if self.ids:
-            raise Divergence(f"blocks {self.ids} belong to no growth")
-        found = _no_fit(reply.no_fit) if reply.HasField("no_fit") else None
-        agree("first refused growth", found, self.no_fit)
-        agree("free_blocks", reply.free_blocks, self.model.free_blocks(self.session))
-
-    def _outcome(self, outcomes: bytes, at: int, expected: str) -> None:
-        found = outcomes[at] if outcomes else pb.OUTCOME_OK
-        agree(f"outcome {at}", pb.Outcome.Name(found), f"OUTCOME_{expected}")
-        if expected not in ("OK", "UNKNOWN_HANDLE") and self.stopping:
-            self.stopped = True
-
-    def _admit(self, at: int) -> None:
-        result = self.reply.admissions[at]
-        if self.stopped:
-            agree("admission", pb.Outcome.Name(result.outcome), "OUTCOME_NOT_ATTEMPTED")
-            return
-        try:
-            slots = self.call.admissions[at]
-            outcome = self.model._allocate(
-                self.session, slots, result, self.budget, name_holders=not self.refused
-            )
-            self.refused = self.refused or outcome == "NO_FIT"
-        except Refusal:
-            outcome = "INVALID"
-        self._outcome(bytes([result.outcome]), 0, outcome)
-        if outcome == "OK" and self.budget is not None:
-            self.budget -= result.num_new_tokens
-
-    def _grow(self, at: int) -> None:
-        columns = self.call.grow
-        count = ints_of(columns.token_counts)[at] if columns.token_counts else 0
-        tokens = tokens_of(columns.tokens)[self.tokens : self.tokens + count]
-        self.tokens += count
-        offset = ints_of(columns.token_offsets)[at] if columns.token_offsets else 0
-        outcome, num_blocks = "NOT_ATTEMPTED", 0
-        if not self.stopped:
-            outcome, num_blocks = self._grow_one(
-                self.session.by_handle(ints_of(columns.handles)[at]),
-                ints_of(columns.num_computed_tokens)[at],
-                ints_of(columns.num_new_tokens)[at],
-                (offset, tokens),
-            )
-        self._outcome(self.reply.grow.outcomes, at, outcome)
-        agree("blocks of growth", self.counts[at], num_blocks)
-
-    def _grow_one(
-        self, request: Request | None, computed: int, new: int, written: tuple[int, list[int]]
-    ) -> tuple[str, int]:
-        model, size = self.model, self.model.block_size
-        if request is None:
-            return "UNKNOWN_HANDLE", 0
-        if self.budget is not None and new > self.budget:
-            return "NO_BUDGET", 0
-        try:
-            if written[1]:
-                model._write(self.session, request, *written)
-        except Refusal:
-            return "INVALID", 0
-        if (
-            new <= 0
-            or not 0 <= computed <= min(len(request.tokens), len(request.table) * size)
-            or computed + new > model.max_model_len
-            or not request.running
-        ):
-            return "INVALID", 0
-        lookahead = self.call.grow.num_lookahead_tokens
-        num_slots = min(computed + new + lookahead, model.max_model_len)
-        needed = max(-(-num_slots // size) - len(request.table), 0)
-        free = model.free_blocks(self.session)
-        if needed > free:
-            if self.no_fit is None:
-                self.no_fit = (needed, free, 0, 0)
-                model.check_holders(self.reply.no_fit, named=not self.refused)
-            self.refused = True
-            return "NO_FIT", 0
-        taken, self.ids = self.ids[:needed], self.ids[needed:]
-        model._take(self.session, request, taken, -(-num_slots // size))
-        model._register(self.session, request, min(computed + new, len(request.tokens)))
-        request.allocated_in = self.session.step
-        request.computed = computed
-        if self.budget is not None:
-            self.budget -= new
-        return "OK", needed
-
-    def _cache(self, at: int) -> None:
-        request = self.session.by_handle(ints_of(self.call.cache.handles)[at])
-        outcome = "NOT_ATTEMPTED"
-        if not self.stopped:
-            outcome = "UNKNOWN_HANDLE"
-            if request is not None:
-                outcome = "OK"
-                num_tokens = ints_of(self.call.cache.num_computed_tokens)[at]
-                try:
-                    if num_tokens < 0:
-                        raise Refusal(INVALID)
-                    self.model._confirm(self.session, request, num_tokens)
-                except Refusal:
-                    outcome = "INVALID"
-        self._outcome(self.reply.cache.outcomes, at, outcome)
-
-    def _free(self, at: int) -> None:
-        columns = self.call.free
-        request = self.session.by_handle(ints_of(columns.handles)[at])
-        tickets = self.reply.free.tickets
-        ticket = struct.unpack_from("<Q", tickets, 8 * at)[0] if tickets else 0
-        outcome = "NOT_ATTEMPTED"
-        if not self.stopped:
-            outcome = "UNKNOWN_HANDLE" if request is None else "OK"
-            if request is not None:
-                mode = columns.modes[at] if columns.modes else pb.FREE_MODE_FINISH
-                did_not_run = bool(columns.did_not_run[at]) if columns.did_not_run else False
-                self.model._free(self.session, request, mode, did_not_run, ticket)
-        self._outcome(self.reply.free.outcomes, at, outcome)
-
-
-def _no_fit(message: Any) -> tuple[int, int, int, int]:
-    return (
-        message.needed_blocks,
-        message.free_blocks,
-        message.reserved_blocks,
-        message.watermark_blocks,
-    )
 
 
 def _reply(answer: Answer) -> Any:

@@ -31,7 +31,8 @@ from kvserver import cache
 from kvserver.node import Node, SessionPolicy, TransferPolicy
 from kvserver.publisher import Publisher
 from kvserver.rpc import Rpcs
-from model import Divergence, Model
+from model import Model
+from model_state import Divergence
 from traffic import Planned, plan
 
 BLOCK_SIZE = 2

@@ -24,7 +24,8 @@ from hypothesis.stateful import (
 from judge import Judge, Judged
 from kvdepot.v1 import admin_pb2, cache_pb2, transfer_pb2
 from manual_clock import ManualClock
-from model import Model, agree
+from model import Model
+from model_state import agree
 from serving import TIMEOUT_SECONDS, serving
 from traffic import Planned, context_of, plan
 

@@ -8,7 +8,7 @@ import pytest
 
 from fake_wire import Faults
 from kvserver.replies import ReplyWindow
-from model import Divergence
+from model_state import Divergence
 from simulation import Simulation
 
 STORM = Faults(lose_request=0.05, lose_reply=0.08, duplicate=0.05, stray=0.02)

@@ -9,7 +9,8 @@ from typing import Any
 
 from kvdepot.v1 import cache_pb2 as pb
 from kvdepot.v1 import types_pb2
-from model import Model, Request, Session
+from model import Model
+from model_state import Request, Session
 
 REQUEST_IDS = ("a", "b", "c", "d")
 SALTS = ("", "", "", "salt")
