@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -50,6 +51,24 @@ def test_help_lists_the_commands() -> None:
     ):
         assert f"\n  {name} " in result.output
     assert not re.search(r"\.\.\.$", result.output.partition("Commands:")[2], re.MULTILINE)
+
+
+def commands(group: click.Group) -> Iterator[click.Command]:
+    for command in group.commands.values():
+        yield command
+        if isinstance(command, click.Group):
+            yield from commands(command)
+
+
+@pytest.mark.parametrize("command", [pytest.param(each, id=each.name) for each in commands(main)])
+def test_help_says_of_each_option_what_it_is(command: click.Command) -> None:
+    assert command.help
+    for option in command.params:
+        if isinstance(option, click.Option):
+            assert option.help, option.opts
+            # N or SECONDS, or the choices; not the name of a type.
+            chosen = option.is_flag or isinstance(option.type, click.Choice)
+            assert chosen or option.metavar, option.opts
 
 
 def test_stat(target: str) -> None:

@@ -23,11 +23,12 @@ _LEASE_S = 30.0
     help="While blocks are in use: refuse and say who holds them; admit nothing and wait for "
     "them; or reset all the same, and let what runs end without its blocks becoming hits.",
 )
-@click.option("--lora-name", help="Only content of this LoRA adapter.")
-@click.option("--cache-salt", help="Only content with this cache salt.")
+@click.option("--lora-name", metavar="NAME", help="Only content of this LoRA adapter.")
+@click.option("--cache-salt", metavar="SALT", help="Only content with this cache salt.")
 @click.option(
     "--timeout-seconds",
     type=click.FloatRange(0, min_open=True),
+    metavar="SECONDS",
     help="How long a drain may take (default: the server's bound).",
 )
 @json_option

@@ -23,16 +23,23 @@ _PATHS = [path.name.lower() for path in TransferPath if path is not TransferPath
 @server_option
 @click.option("--from", "peer", required=True, metavar="HOST:PORT", help="The server to pull from.")
 @click.option("--all", "everything", is_flag=True, help="Import every block that the peer caches.")
-@click.option("--group", default=0, show_default=True, help="KV cache group of the hashes.")
+@click.option(
+    "--group", default=0, show_default=True, metavar="N", help="KV cache group of the hashes."
+)
 @click.option(
     "--path",
     "paths",
     multiple=True,
     type=click.Choice(_PATHS),
-    help="Only by this way; several are tried in order.",
+    help="Only by this way; several are tried in order (default: the best that works).",
 )
 @click.option("--checksums", is_flag=True, help="Verify each block's checksum.")
-@click.option("--deadline", type=click.FloatRange(0, min_open=True), help="End it after SECONDS.")
+@click.option(
+    "--deadline",
+    type=click.FloatRange(0, min_open=True),
+    metavar="SECONDS",
+    help="End it after so long, with what came (default: the server's bound).",
+)
 @json_option
 def import_(
     hashes: tuple[str, ...],

@@ -24,6 +24,7 @@ def server_option(function: Function) -> Function:
         default=DEFAULT_TARGET,
         show_default=True,
         envvar="KVDEPOT_SERVER",
+        show_envvar=True,
         metavar="TARGET",
         help="HOST:PORT or unix:/path of a running server.",
     )(function)
@@ -32,6 +33,18 @@ def server_option(function: Function) -> Function:
 def json_option(function: Function) -> Function:
     """Machine-readable output."""
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")(function)
+
+
+def seed_option(function: Function) -> Function:
+    """What random choices begin with."""
+    return click.option(
+        "--seed",
+        default=0,
+        show_default=True,
+        type=click.IntRange(0),
+        metavar="N",
+        help="Of the workload and of all tokens.",
+    )(function)
 
 
 def print_json(value: dict[str, Any]) -> None:

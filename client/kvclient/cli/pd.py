@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvclient.cli.options import json_option, print_json, progress
+from kvclient.cli.options import json_option, print_json, progress, seed_option
 from kvclient.imports import TransferPath
 
 if TYPE_CHECKING:
@@ -20,10 +20,26 @@ _CAPACITY_TOKENS = 200_000
 
 
 @click.command()
-@click.option("--requests", "num_requests", default=32, show_default=True, type=click.IntRange(1))
-@click.option("--seed", default=0, show_default=True, type=click.IntRange(0))
-@click.option("--model", default="tiny", show_default=True, help="Shape preset of the servers.")
-@click.option("--block-size", type=click.IntRange(1), help="Of the servers.")
+@click.option(
+    "--requests",
+    "num_requests",
+    default=32,
+    show_default=True,
+    type=click.IntRange(1),
+    metavar="N",
+    help="Length of the workload.",
+)
+@seed_option
+@click.option(
+    "--model",
+    default="tiny",
+    show_default=True,
+    metavar="NAME",
+    help="Shape preset of the servers.",
+)
+@click.option(
+    "--block-size", type=click.IntRange(1), metavar="TOKENS", help="Tokens a block of the servers."
+)
 @click.option(
     "--path",
     "paths",

@@ -21,10 +21,17 @@ _HEX_DIGITS_XXHASH = 32
 @click.command()
 @click.argument("hashes", nargs=-1, metavar="[HASH]...")
 @server_option
-@click.option("--all", "everything", is_flag=True, help="Pull every block that is cached now.")
-@click.option("--group", default=0, show_default=True, help="KV cache group of the blocks.")
 @click.option(
-    "--output", type=click.File("wb"), help="Write the blocks' bytes there ('-': stdout)."
+    "--all", "everything", is_flag=True, help="Pull every block of the group that is cached now."
+)
+@click.option(
+    "--group", default=0, show_default=True, metavar="N", help="KV cache group of the blocks."
+)
+@click.option(
+    "--output",
+    type=click.File("wb"),
+    metavar="FILE",
+    help="Write the blocks' bytes there ('-': stdout).",
 )
 @json_option
 def pull(

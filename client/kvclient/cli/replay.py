@@ -16,7 +16,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from kvclient.cli.options import json_option, print_json, progress
+from kvclient.cli.options import json_option, print_json, progress, seed_option
 from kvclient.cli.pd import pd
 
 if TYPE_CHECKING:
@@ -31,40 +31,69 @@ _WHOLE_BLOCK = 1 << 20  # a stride ends with its block anyway
 @click.command()
 @click.argument("trace", required=False, type=click.Path(exists=True, dir_okay=False))
 @click.option(
-    "--server", "target", metavar="TARGET", help="A running server (default: an own one)."
+    "--server",
+    "target",
+    metavar="TARGET",
+    help="HOST:PORT or unix:/path of a running server (default: one of its own).",
 )
-@click.option("--schedulers", default=2, show_default=True, type=click.IntRange(1, 64))
-@click.option("--limit", type=click.IntRange(1), help="Stop after so many requests of the trace.")
+@click.option(
+    "--schedulers",
+    default=2,
+    show_default=True,
+    type=click.IntRange(1, 64),
+    metavar="N",
+    help="Scheduler processes that share the pool.",
+)
+@click.option(
+    "--limit",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Stop after so many requests of the trace.",
+)
 @click.option(
     "--requests",
     "num_requests",
     default=400,
     show_default=True,
     type=click.IntRange(1),
+    metavar="N",
     help="Length of the workload that is generated when no TRACE is given.",
 )
-@click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Of all tokens.")
-@click.option("--model", help="Shape preset of the own server, for instance gemma-like.")
+@seed_option
+@click.option(
+    "--model", metavar="NAME", help="Shape preset of the own server, for instance gemma-like."
+)
 @click.option(
     "--config",
     type=click.Path(exists=True, dir_okay=False),
+    metavar="FILE",
     help="The own server's YAML file, for instance with KV cache groups.",
 )
-@click.option("--block-size", type=click.IntRange(1), help="Of the own server.")
+@click.option(
+    "--block-size",
+    type=click.IntRange(1),
+    metavar="TOKENS",
+    help="Tokens a block of the own server.",
+)
 @click.option(
     "--capacity-tokens",
     metavar="TOKENS",
-    help=f"Of the own server, as `kvdepot serve` takes it, say 3M (default: {_CAPACITY_TOKENS:,}).",
+    help="Size of the own server's pool, as `kvdepot serve` takes it, say 128k "
+    f"(default: {_CAPACITY_TOKENS // 1_000_000}M).",
 )
 @click.option(
-    "--num-blocks", type=click.IntRange(2), help="The same in blocks, with the null block."
+    "--num-blocks",
+    type=click.IntRange(2),
+    metavar="N",
+    help="The same in blocks, with the null block.",
 )
-@click.option("--layout", type=click.Choice(["block", "layer"]), help="Of the own server.")
+@click.option("--layout", type=click.Choice(["block", "layer"]), help="Of the own server's pool.")
 @click.option(
     "--token-budget",
     default=8192,
     show_default=True,
     type=click.IntRange(1),
+    metavar="TOKENS",
     help="New tokens in one step of a scheduler.",
 )
 @click.option(
@@ -72,6 +101,7 @@ _WHOLE_BLOCK = 1 << 20  # a stride ends with its block anyway
     default=64,
     show_default=True,
     type=click.IntRange(1),
+    metavar="N",
     help="Requests that a scheduler runs at a time.",
 )
 @click.option(
@@ -79,12 +109,14 @@ _WHOLE_BLOCK = 1 << 20  # a stride ends with its block anyway
     default=2,
     show_default=True,
     type=click.IntRange(1, 16),
+    metavar="N",
     help="Steps scheduled before the first one's bytes are written; 1: none ahead.",
 )
 @click.option("--one-by-one", is_flag=True, help="Finish each request before the next one.")
 @click.option(
     "--decode-stride",
     type=click.IntRange(1),
+    metavar="TOKENS",
     help="Output tokens a step, within a block (default: 1; with --one-by-one the block).",
 )
 @click.option("--no-decode", is_flag=True, help="Compute prompts only.")
@@ -93,6 +125,7 @@ _WHOLE_BLOCK = 1 << 20  # a stride ends with its block anyway
     default=8,
     show_default=True,
     type=click.IntRange(0),
+    metavar="N",
     help="Every so many requests one goes by unary calls; 0: none.",
 )
 @click.option("--no-bytes", is_flag=True, help="Keep books only: write, read and pull nothing.")
@@ -101,6 +134,7 @@ _WHOLE_BLOCK = 1 << 20  # a stride ends with its block anyway
     default=1.0,
     show_default=True,
     type=click.FloatRange(0, 1),
+    metavar="SHARE",
     help="Share of the blocks that are read back.",
 )
 @click.option("--no-follow", is_flag=True, help="No event follower, no peer.")
@@ -113,6 +147,7 @@ _WHOLE_BLOCK = 1 << 20  # a stride ends with its block anyway
     "--lease-ttl-seconds",
     "lease_ttl_s",
     type=click.FloatRange(0, min_open=True),
+    metavar="SECONDS",
     help="How long a session may be silent (default: the server's).",
 )
 @json_option
@@ -177,9 +212,19 @@ def replay(
 
 
 @click.group(invoke_without_command=True)
-@click.option("--requests", "num_requests", default=400, show_default=True, type=click.IntRange(1))
-@click.option("--seed", default=0, show_default=True, type=click.IntRange(0))
-@click.option("--model", default="tiny", show_default=True, help="Shape preset of the server.")
+@click.option(
+    "--requests",
+    "num_requests",
+    default=400,
+    show_default=True,
+    type=click.IntRange(1),
+    metavar="N",
+    help="Length of the workload.",
+)
+@seed_option
+@click.option(
+    "--model", default="tiny", show_default=True, metavar="NAME", help="Shape preset of the server."
+)
 @json_option
 @click.pass_context
 def demo(context: click.Context, num_requests: int, seed: int, model: str, as_json: bool) -> None:

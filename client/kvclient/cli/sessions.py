@@ -49,6 +49,7 @@ def sessions(target: str, as_json: bool) -> None:
     default=1000,
     show_default=True,
     type=click.IntRange(1),
+    metavar="N",
     help="List at most so many, the oldest first.",
 )
 @json_option
