@@ -81,6 +81,21 @@ def test_only_memory_imports_torch_in_the_core() -> None:
     assert all(name.startswith("kvcore/memory/") for name in importers)
 
 
+@pytest.mark.parametrize("package", ["kvcore", "server/kvserver", "client/kvclient"])
+def test_the_readme_says_what_each_file_holds(package: str) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = readme.partition(f"| file of {Path(package).name} |")[2].partition("\n\n")[0]
+    told = [
+        name
+        for row in table.splitlines()[2:]
+        for name in re.findall(r"`(\w+\.py|\w+/)`", row.split("|")[1])
+    ]
+    there = [path for path in (ROOT / package).iterdir() if not path.name.startswith("_")]
+    files = [path.name for path in there if path.suffix == ".py"]
+    folders = [f"{path.name}/" for path in there if (path / "__init__.py").is_file()]
+    assert sorted(told) == sorted(files + folders)
+
+
 # Written in pieces, so that this file does not find itself.
 MACHINE_BOUND = re.compile(
     "|".join(
