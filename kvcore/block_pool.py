@@ -135,25 +135,32 @@ class BlockPool:
 
     def take(self, num_blocks: int, view: PoolView) -> list[KVCacheBlock]:
         """Take free blocks, evicting what they hold. The caller knows that they are there."""
+        blocks = self.hand_out(num_blocks, view)
+        self.evict(blocks)
+        return blocks
+
+    def hand_out(self, num_blocks: int, view: PoolView) -> list[KVCacheBlock]:
+        """As take; what the blocks hold is a hit until ``evict``, which must come next of all
+        but taking more.
+        """
         if self.num_held_blocks == view.num_held_blocks:
             blocks = self.free_queue.take_n(num_blocks)
         else:
             blocks = self.free_queue.take_n_for(num_blocks, view)
-        residency = self.residency
         for block in blocks:
             if block.held_by is not None:
                 view.take_back(block)
-            if block.block_hash is not None:
-                self._drop_content(block)
-                self.num_cached_blocks -= 1
-                self.num_evictions += 1
-            elif residency is not None and block.block_id in residency.births:
-                residency.on_evicted(block)
             assert block.ref_cnt == 0
             block.ref_cnt = 1
-        if residency is not None:
-            residency.on_taken(blocks)
         return blocks
+
+    def evict(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """The rest of ``take``, of blocks that were handed out, in that order."""
+        num_evicted = self._drop_content(blocks)
+        self.num_cached_blocks -= num_evicted
+        self.num_evictions += num_evicted
+        if self.residency is not None:
+            self.residency.on_taken(blocks)
 
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Reference blocks that were hit; those that were free leave the queue.
@@ -254,7 +261,7 @@ class BlockPool:
         for block, block_hash in zip(new_blocks, hashes, strict=True):
             if block.block_hash is not None:
                 assert self.partial.num_tokens(block) is not None
-                self._drop_content(block)  # it has grown beyond what its hash says
+                self._drop_content((block,))  # it has grown beyond what its hash says
             block.block_hash = block_hash
             block.group = group
             # The first copy is the usual case, which costs no call.
@@ -356,11 +363,8 @@ class BlockPool:
 
     def forget(self, block: KVCacheBlock) -> None:
         """Make a block no hit any more; whoever references it keeps it."""
-        if block.block_hash is not None:
-            self._drop_content(block)
+        if self._drop_content((block,)):
             self.num_cached_blocks -= self.is_free(block)
-        elif self.residency is not None:
-            self.residency.on_evicted(block)
 
     def is_free(self, block: KVCacheBlock) -> bool:
         """Whether the block is in the free queue; of the null block no answer is right."""
@@ -375,7 +379,7 @@ class BlockPool:
         num_forgotten = 0
         for block in self.blocks:
             if block.block_hash is not None and matches(self.extra_of(block)):
-                self._drop_content(block, "reset")
+                self._drop_content((block,), "reset")
                 self.num_cached_blocks -= self.is_free(block)
                 num_forgotten += 1
         return num_forgotten
@@ -423,30 +427,54 @@ class BlockPool:
             self.truth_feed.cleared(generation)
         return num_cleared
 
-    def _drop_content(self, block: KVCacheBlock, reason: str = "evicted") -> None:
+    def _drop_content(self, blocks: Iterable[KVCacheBlock], reason: str = "evicted") -> int:
+        """Make ``blocks`` no hits any more, and tell so; how many were."""
+        indexes, partial = self.indexes, self.partial
+        births = {} if self.residency is None else self.residency.births
+        # What few pools have is looked for once.
+        is_plain = not (
+            births
+            or self.enable_kv_cache_events
+            or partial.num_tokens_by_id
+            or partial.aliases_by_id
+            or self.extras
+            or self.sums.by_id
+        )
+        removed = self.truth_feed.removed
+        num_dropped = 0
+        for block in blocks:
+            block_hash = block.block_hash
+            if births and block.block_id in births:
+                assert self.residency is not None
+                self.residency.on_evicted(block)
+            if block_hash is None:
+                continue
+            num_dropped += 1
+            index = indexes[block.group]
+            entries = index.entries
+            copies_left = entries[block_hash] is not block
+            if copies_left:
+                index.remove(block_hash, block)
+            else:
+                del entries[block_hash]  # the usual case, without a call
+            was_readable = block.content is not None and block.pending is None
+            if was_readable and not (copies_left and index.is_ready_elsewhere(block_hash, block)):
+                removed(block_hash, block.group, reason)
+            if not is_plain:
+                self._drop_rest(block, reason, was_readable=was_readable)
+            block.block_hash = None
+            block.content = None
+            block.pending = None
+        return num_dropped
+
+    def _drop_rest(self, block: KVCacheBlock, reason: str, *, was_readable: bool) -> None:
+        """Of _drop_content, what few pools have: vLLM's feed, partial hashes, extra keys, sums."""
         block_hash = block.block_hash
         assert block_hash is not None
-        residency = self.residency
-        if residency is not None and block.block_id in residency.births:
-            residency.on_evicted(block)
-        index = self.indexes[block.group]
-        copies_left = index.entries[block_hash] is not block
-        if copies_left:
-            index.remove(block_hash, block)
-        else:
-            del index.entries[block_hash]  # the usual case, without a call
         if self.enable_kv_cache_events:
             self.vllm_feed.events.append(BlockRemoved([block_hash], block.group, MEDIUM, reason))
-        was_readable = block.pending is None and block.content is not None
-        if was_readable and not (copies_left and index.is_ready_elsewhere(block_hash, block)):
-            self.truth_feed.removed(block_hash, block.group, reason)
-        partial = self.partial
-        if partial.num_tokens_by_id or partial.aliases_by_id:
-            partial.drop(block, was_readable=was_readable, reason=reason)
-        if self.extras:
-            self.extras.pop(block.block_id, None)
+        if self.partial.num_tokens_by_id or self.partial.aliases_by_id:
+            self.partial.drop(block, was_readable=was_readable, reason=reason)
+        self.extras.pop(block.block_id, None)
         if self.sums.by_id:
             self.sums.by_id[block.block_id] = 0
-        block.block_hash = None
-        block.content = None
-        block.pending = None

@@ -378,7 +378,7 @@ class Depot:
 
     def finish_step(self, session: Session) -> None:
         """The rest of a Step."""
-        session.register()
+        session.finish_growth()
         self.resets.settle()
 
     # --- what is here -----------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvcore.block import KVCacheBlock
 from kvcore.coordinator import Tables
 from kvcore.operation import NoFit
 from kvcore.request import Request
@@ -11,8 +12,18 @@ from kvcore.request import Request
 if TYPE_CHECKING:
     from kvcore.manager import KVCacheManager
 
-Unregistered = dict[int, tuple[Request, int]]
-"""By handle, of grown requests: full blocks to hash, and to register up to so many tokens."""
+class Later:
+    """What growth leaves until its answer is sent: no answer to growth depends on it.
+
+    ``taken``: blocks handed out, whose content is to be evicted. ``filled``: by handle, requests
+    whose full blocks are to be hashed, and those up to so many tokens registered.
+    """
+
+    __slots__ = ("filled", "taken")
+
+    def __init__(self) -> None:
+        self.taken: list[KVCacheBlock] = []
+        self.filled: dict[int, tuple[Request, int]] = {}
 
 
 def grow(
@@ -20,15 +31,15 @@ def grow(
     request: Request,
     num_new_tokens: int,
     num_lookahead_tokens: int = 0,
-    unregistered: Unregistered | None = None,
+    later: Later | None = None,
 ) -> Tables | None:
     """As allocate_slots, of a running request and without all that only others have.
 
     In pools that grow by table, it notes how far the request can grow until it has to
     be asked about again; what shortens a table or its hits, or ends it, forgets that.
 
-    ``unregistered``, for a coordinator that registers all full blocks: what there is to
-    register is left there.
+    ``later``, for a coordinator that registers all full blocks: what is evicted, and what
+    there is to register, is left there.
     """
     coordinator = manager.coordinator
     request_id, before = request.request_id, request.num_computed_tokens
@@ -70,16 +81,17 @@ def grow(
     if num_needed:
         if _does_not_fit(manager, num_needed):
             return None
-        new_blocks = tuple(
-            [group.allocate_new_blocks(request_id, num_slots, num_main) for group in groups]
-        )
+        new_blocks = tuple([group.extend_table(request_id, num_slots, later) for group in groups])
     is_late = False
     if fills:
-        if unregistered is None:
+        if later is None:
             coordinator.cache_blocks(request, num_to_cache)
         else:
             is_late = True
-            unregistered[request.handle] = (request, num_to_cache)
+            later.filled[request.handle] = (request, num_to_cache)
+    elif num_needed and later is not None:
+        # So that it is seen if the request grows again.
+        later.filled.setdefault(request.handle, (request, 0))
     quiet_slots, quiet_end = max_model_len, manager.quiet_end_max
     if request.hash_chain is not None:
         hash_block_size = manager.config.hash_block_size

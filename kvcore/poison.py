@@ -27,9 +27,9 @@ class PoisoningBlockPool(BlockPool):
         super().__init__(config, **options)
         self._poison = poison
 
-    def take(self, num_blocks: int, view: PoolView) -> list[KVCacheBlock]:
+    def hand_out(self, num_blocks: int, view: PoolView) -> list[KVCacheBlock]:
         in_flight = {block.block_id for block in view.held_blocks()}
-        blocks = super().take(num_blocks, view)
+        blocks = super().hand_out(num_blocks, view)
         self._poison([block.block_id for block in blocks if block.block_id not in in_flight])
         return blocks
 

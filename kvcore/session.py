@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from kvcore.block import KVCacheBlock
 from kvcore.errors import InvalidArgument, ResourceExhausted
-from kvcore.growth import Unregistered
+from kvcore.growth import Later
 from kvcore.hashing import ExtraKeys
 from kvcore.manager import KVCacheBlocks, KVCacheManager
 from kvcore.request import Request, RequestStatus
@@ -40,9 +40,9 @@ class Session:
         # Of all requests.
         self.num_tokens = 0
         # Empty between calls; None where that cannot wait.
-        self.unregistered: Unregistered | None = None
+        self.later: Later | None = None
         coordinator = manager.coordinator
-        self._registers_late = coordinator.grows_by_table and coordinator.registers_all
+        self._finishes_late = coordinator.grows_by_table and coordinator.registers_all
         # Attached under this session; they may write to its blocks.
         self.num_workers = 0
         # Whether the last call said which step it belongs to.
@@ -58,7 +58,7 @@ class Session:
             self.names_steps = False
             view.begin_step(view.step + 1, view.step, is_synchronous=True)
             self.manager.new_step_starts()
-            self.unregistered = {} if self._registers_late else None
+            self.later = Later() if self._finishes_late else None
             return
         if step is None or completed_step is None:
             missing = "step" if step is None else "completed_step"
@@ -79,7 +79,7 @@ class Session:
             self.manager.new_step_starts()
         view.begin_step(step, completed_step)
         # What counts as written at once is told at once.
-        self.unregistered = {} if self._registers_late and step > completed_step else None
+        self.later = Later() if self._finishes_late and step > completed_step else None
 
     @property
     def num_blocks(self) -> int:
@@ -165,19 +165,25 @@ class Session:
             request.registered_step = self.view.step
         return new_blocks
 
-    def register(self) -> None:
-        """Hash and register the blocks that growth has filled.
+    def finish_growth(self) -> None:
+        """Evict what growth has taken; hash and register the blocks that it has filled.
 
         No answer to growth depends on it, so that it can wait until the answer is sent.
         Everything else does.
         """
-        if self.unregistered:
+        later = self.later
+        if later is None:
+            return
+        if later.taken:
+            self.manager.block_pool.evict(later.taken)
+            later.taken.clear()
+        if later.filled:
             cache_blocks = self.manager.coordinator.cache_blocks
-            for request, num_to_cache in self.unregistered.values():
+            for request, num_to_cache in later.filled.values():
                 request.hash_full_blocks()
                 if num_to_cache:
                     cache_blocks(request, num_to_cache)
-            self.unregistered.clear()
+            later.filled.clear()
 
     def num_slots(self, request: Request) -> int:
         """Token slots the request holds, in the group that holds the fewest.

@@ -42,7 +42,7 @@ _RUNNING = RequestStatus.RUNNING
 def apply_step(depot: Depot, session: Session, step: Step) -> StepResult:
     """Apply ``step``. Columns that do not fit together raise, and nothing is done.
 
-    What its growth filled is left for ``session.register()``.
+    What its growth filled is left for ``session.finish_growth()``.
     """
     return _StepRun(depot, session, step).run()
 
@@ -146,7 +146,7 @@ class _StepRun:
             if kind == OperationKind.GROW:
                 self._grow(count)
                 continue
-            self.session.register()
+            self.session.finish_growth()
             if kind == OperationKind.ADMIT:
                 self._admit(count)
             elif kind == OperationKind.CACHE:
@@ -267,24 +267,24 @@ class _StepRun:
     ) -> Outcome:
         session, manager = self.session, self.session.manager
         num_computed, num_new = self.grow_computed[position], self.grow_new[position]
-        unregistered = session.unregistered
-        if unregistered and request.handle in unregistered:
-            session.register()
+        later = session.later
+        if later is not None and request.handle in later.filled:
+            session.finish_growth()
         if tokens:
             offset, num_appended = self.grow_offsets[position], self.grow_appended[position]
             if offset < 0:
                 raise InvalidArgument(f"offset {offset} is negative", field="grow.token_offsets")
             if (
-                unregistered is not None
+                later is not None
                 and offset == request.num_tokens
                 and session.has_room(request, num_appended)
             ):
                 request.tokens += tokens
                 request.num_tokens += num_appended
                 session.num_tokens += num_appended
-                unregistered[request.handle] = (request, 0)
+                later.filled[request.handle] = (request, 0)
             else:
-                session.register()
+                session.finish_growth()
                 write_tokens(session, request, offset, tokens)
         if (
             num_new <= 0
@@ -300,7 +300,7 @@ class _StepRun:
         ):
             return _NO_BUDGET
         before, request.num_computed_tokens = request.num_computed_tokens, num_computed
-        new_blocks = grow(manager, request, num_new, num_lookahead_tokens, unregistered)
+        new_blocks = grow(manager, request, num_new, num_lookahead_tokens, later)
         if new_blocks is None:
             request.num_computed_tokens = before
             self.depot.num_refusals += 1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from kvcore.block import KVCacheBlock
 from kvcore.block_pool import BlockPool
@@ -14,6 +15,9 @@ from kvcore.request import Request
 from kvcore.spec import DepotConfig, KVCacheSpec, cdiv
 from kvcore.spec.pool import ZEROED_SPECS
 from kvcore.view import PoolView
+
+if TYPE_CHECKING:
+    from kvcore.growth import Later
 
 _ALLOCATES = frozenset(
     (
@@ -152,15 +156,27 @@ class SingleTypeKVCacheManager(ABC):
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
     ) -> list[KVCacheBlock]:
         """Grow the table to ``num_tokens`` slots; the new blocks."""
+        return self.extend_table(request_id, num_tokens)
+
+    def extend_table(
+        self, request_id: str, num_tokens: int, later: Later | None = None
+    ) -> list[KVCacheBlock]:
+        """Grow the table to ``num_tokens`` slots; the new blocks, whose content ``later`` takes."""
         table = self.req_to_blocks.get(request_id)
         if table is None:
             table = self.req_to_blocks[request_id] = []
-        return self._extend(table, -(-num_tokens // self.block_size) - len(table))
+        return self._extend(table, -(-num_tokens // self.block_size) - len(table), later)
 
-    def _extend(self, table: list[KVCacheBlock], num_blocks: int) -> list[KVCacheBlock]:
+    def _extend(
+        self, table: list[KVCacheBlock], num_blocks: int, later: Later | None = None
+    ) -> list[KVCacheBlock]:
         if num_blocks <= 0:
             return []
-        new_blocks = self.pool.take(num_blocks, self.view)
+        if later is None:
+            new_blocks = self.pool.take(num_blocks, self.view)
+        else:
+            new_blocks = self.pool.hand_out(num_blocks, self.view)
+            later.taken += new_blocks
         table.extend(new_blocks)
         if self.new_block_ids is not None and self._is_zeroed:
             self.new_block_ids.extend([block.block_id for block in new_blocks])

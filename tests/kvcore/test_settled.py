@@ -162,7 +162,7 @@ def test_steps_are_answered_as_in_full(
     sessions = [depot.open_session("") for depot in depots]
     sessions[1].session_id = sessions[0].session_id  # a refusal names it
     never_settled(sessions[1].manager)
-    sessions[1]._registers_late = False
+    sessions[1]._finishes_late = False
     for number in range(1, 150):
         step = random_step(random, sessions[0], ["a", "b", "c", "d"])
         results = []
