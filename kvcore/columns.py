@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import sys
 from array import array
 from collections.abc import Sequence
 from itertools import accumulate
@@ -10,6 +11,8 @@ from itertools import accumulate
 from kvcore.errors import InvalidArgument
 from kvcore.operation import Outcome
 from kvcore.request import TOKEN_BYTES
+
+_IS_LITTLE = sys.byteorder == "little" and array("i").itemsize == 4
 
 
 def int32(column: bytes, name: str, count: int | None = None) -> tuple[int, ...]:
@@ -45,4 +48,4 @@ def outcomes(column: bytearray) -> bytes:
 
 def little_endian(column: array[int]) -> bytes:
     """The column of int32 as it travels."""
-    return struct.pack(f"<{len(column)}i", *column)
+    return column.tobytes() if _IS_LITTLE else struct.pack(f"<{len(column)}i", *column)

@@ -12,6 +12,7 @@ from kvcore.request import Request
 if TYPE_CHECKING:
     from kvcore.manager import KVCacheManager
 
+
 class Later:
     """What growth leaves until its answer is sent: no answer to growth depends on it.
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 # Reading a member off its enum costs 0.1 us and more on Python 3.11: too much in a loop.
 _OK, _NO_FIT, _NOT_ATTEMPTED = Outcome.OK, Outcome.NO_FIT, Outcome.NOT_ATTEMPTED
 _UNKNOWN_HANDLE, _NO_BUDGET = Outcome.UNKNOWN_HANDLE, Outcome.NO_BUDGET
+_ADMIT, _GROW, _CACHE = OperationKind.ADMIT, OperationKind.GROW, OperationKind.CACHE
 _RUNNING = RequestStatus.RUNNING
 
 
@@ -122,34 +123,36 @@ class _StepRun:
                 raise InvalidArgument(f"{mode} is not a FreeMode", field="free.modes")
 
     def _check_runs(self) -> None:
-        given = {
-            OperationKind.ADMIT: len(self.step.admissions),
-            OperationKind.GROW: len(self.grow_handles),
-            OperationKind.CACHE: len(self.cache_handles),
-            OperationKind.FREE: len(self.free_handles),
-        }
-        counted = dict.fromkeys(given, 0)
+        # By kind, of which 0 is none.
+        given = [
+            0,
+            len(self.step.admissions),
+            len(self.grow_handles),
+            len(self.cache_handles),
+            len(self.free_handles),
+        ]
+        counted = [0] * len(given)
         for kind, count in self.step.runs:
-            if kind not in counted:
+            if not 0 < kind < len(given):
                 raise InvalidArgument(f"{kind} is not an OperationKind", field="runs.kind")
-            counted[OperationKind(kind)] += count
-        for kind, count in counted.items():
-            if count != given[kind]:
-                raise InvalidArgument(
-                    f"the runs count {count} {kind.name} operations, the columns hold "
-                    f"{given[kind]}",
-                    field="runs.count",
-                )
+            counted[kind] += count
+        if counted != given:
+            kind = next(kind for kind in OperationKind if counted[kind] != given[kind])
+            raise InvalidArgument(
+                f"the runs count {counted[kind]} {kind.name} operations, the columns hold "
+                f"{given[kind]}",
+                field="runs.count",
+            )
 
     def run(self) -> StepResult:
         for kind, count in self.step.runs:
-            if kind == OperationKind.GROW:
+            if kind == _GROW:
                 self._grow(count)
                 continue
             self.session.finish_growth()
-            if kind == OperationKind.ADMIT:
+            if kind == _ADMIT:
                 self._admit(count)
-            elif kind == OperationKind.CACHE:
+            elif kind == _CACHE:
                 self._cache(count)
             else:
                 self._free(count)
@@ -207,6 +210,8 @@ class _StepRun:
             and (self.budget is None or sum(new) <= self.budget)
             and session.num_tokens + sum(appended) <= session.config.max_tokens_per_session
         )
+        # Of the usual rows; counted in the end, as all rows together have room.
+        num_new_tokens = num_appended_tokens = 0
         for position, request, num_computed, num_new, offset, num_appended, tokens in zip(
             range(first, first + count),
             map(session.by_handle.get, self.grow_handles[rows]),
@@ -229,44 +234,37 @@ class _StepRun:
                 if tokens:
                     request.tokens += tokens
                     request.num_tokens = num_tokens
-                    session.num_tokens += num_appended
+                    num_appended_tokens += num_appended
                 request.num_computed_tokens = num_computed
                 request.registered_step = present_step
-                if self.budget is not None:
-                    self.budget -= num_new
+                num_new_tokens += num_new
                 continue
             if self.stopped:
                 self.grow_outcomes[position] = _NOT_ATTEMPTED
             elif request is None:
                 self.grow_outcomes[position] = _UNKNOWN_HANDLE
             else:
-                self.index += position - first
-                self._grow_in_full(request, position, tokens, lookahead)
-                self.index -= position - first
-                is_plain = is_plain and not self.stopped
+                try:
+                    outcome = self._grow_one(request, position, tokens, lookahead)
+                except KVDepotError as error:
+                    outcome = self._invalid(error, position - first)
+                if outcome is _OK:
+                    self._spend(num_new)
+                else:
+                    self.grow_outcomes[position] = outcome
+                    self._refuse()
+                    is_plain = is_plain and not self.stopped
+        session.num_tokens += num_appended_tokens
+        self._spend(num_new_tokens)
         self.index += count
-
-    def _grow_in_full(
-        self, request: Request, position: int, tokens: bytes, num_lookahead_tokens: int
-    ) -> None:
-        if self.budget is not None and self.grow_new[position] > self.budget:
-            outcome = _NO_BUDGET
-        else:
-            try:
-                outcome = self._grow_one(request, position, tokens, num_lookahead_tokens)
-            except KVDepotError as error:
-                outcome = self._invalid(error)
-        if outcome is _OK:
-            self._spend(self.grow_new[position])
-        else:
-            self.grow_outcomes[position] = outcome
-            self._refuse()
 
     def _grow_one(
         self, request: Request, position: int, tokens: bytes, num_lookahead_tokens: int
     ) -> Outcome:
-        session, manager = self.session, self.session.manager
         num_computed, num_new = self.grow_computed[position], self.grow_new[position]
+        if self.budget is not None and num_new > self.budget:
+            return _NO_BUDGET
+        session, manager = self.session, self.session.manager
         later = session.later
         if later is not None and request.handle in later.filled:
             session.finish_growth()
@@ -309,13 +307,13 @@ class _StepRun:
             return _NO_FIT
         request.registered_step = session.view.step
         if new_blocks is not manager.no_blocks:
-            for blocks, counts, ids in zip(
-                new_blocks, self.grow_counts, self.grow_ids, strict=True
-            ):
+            for group, blocks in enumerate(new_blocks):
                 if blocks:
-                    counts[position] = len(blocks)
-                    ids.extend([block.block_id for block in blocks])
-                    self.blocks_left -= len(blocks)
+                    num_blocks = self.grow_counts[group][position] = len(blocks)
+                    self.blocks_left -= num_blocks
+                    ids = self.grow_ids[group]
+                    for block in blocks:
+                        ids.append(block.block_id)
         return _OK
 
     def _cache(self, count: int) -> None:
@@ -380,8 +378,9 @@ class _StepRun:
         self.refused = True
         return explained(self.depot, refusal)
 
-    def _invalid(self, error: KVDepotError) -> Outcome:
-        self.errors.append(OperationError(self.index, error))
+    def _invalid(self, error: KVDepotError, row: int = 0) -> Outcome:
+        """``row``: of the run, which counts when it is over."""
+        self.errors.append(OperationError(self.index + row, error))
         return Outcome.INVALID
 
 
