@@ -440,8 +440,10 @@ class BlockPool:
             or self.extras
             or self.sums.by_id
         )
-        removed = self.truth_feed.removed
         num_dropped = 0
+        # Hashes of one group whose last readable copies went, to be told together.
+        gone: list[bytes] = []
+        gone_group = 0
         for block in blocks:
             block_hash = block.block_hash
             if births and block.block_id in births:
@@ -459,12 +461,21 @@ class BlockPool:
                 del entries[block_hash]  # the usual case, without a call
             was_readable = block.content is not None and block.pending is None
             if was_readable and not (copies_left and index.is_ready_elsewhere(block_hash, block)):
-                removed(block_hash, block.group, reason)
+                if block.group != gone_group:
+                    if gone:
+                        self.truth_feed.removed(gone, gone_group, reason)
+                    gone, gone_group = [], block.group
+                gone.append(block_hash)
             if not is_plain:
+                if gone:
+                    self.truth_feed.removed(gone, gone_group, reason)
+                    gone = []
                 self._drop_rest(block, reason, was_readable=was_readable)
             block.block_hash = None
             block.content = None
             block.pending = None
+        if gone:
+            self.truth_feed.removed(gone, gone_group, reason)
         return num_dropped
 
     def _drop_rest(self, block: KVCacheBlock, reason: str, *, was_readable: bool) -> None:

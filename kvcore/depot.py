@@ -9,7 +9,6 @@ from __future__ import annotations
 import secrets
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from kvcore.admission import admit
 from kvcore.check import check
@@ -251,7 +250,7 @@ class Depot:
         result = admit(self, session, request, slots, budget)
         if name_holders and result.outcome is Outcome.NO_FIT:
             assert result.no_fit is not None
-            return replace(result, no_fit=explained(self, result.no_fit))
+            return result._replace(no_fit=explained(self, result.no_fit))
         return result
 
     def holds_off(self, request: Request) -> bool:

@@ -125,8 +125,7 @@ class NoFit:
     in_transfer_blocks: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class SlotResult:
+class SlotResult(NamedTuple):
     """The answer to a SlotRequest; block tables are empty unless the outcome is OK."""
 
     outcome: Outcome
@@ -138,8 +137,7 @@ class SlotResult:
     no_fit: NoFit | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Hit:
+class Hit(NamedTuple):
     """The longest cached prefix of a request, in tokens and blocks.
 
     ``num_uncached_common_prefix_tokens``: by how much it is shorter than the longest of a
@@ -152,16 +150,14 @@ class Hit:
     num_uncached_common_prefix_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class FreeResult:
+class FreeResult(NamedTuple):
     """``ticket`` is 0 unless blocks were detached."""
 
     known: bool
     ticket: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Grow:
+class Grow(NamedTuple):
     """Columns of a Step's grow operations: int32 each, ``tokens`` uint32, little-endian."""
 
     handles: bytes = b""
@@ -173,16 +169,14 @@ class Grow:
     num_lookahead_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Cache:
+class Cache(NamedTuple):
     """Columns of a Step's cache operations: int32 each."""
 
     handles: bytes = b""
     num_computed_tokens: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class Free:
+class Free(NamedTuple):
     """Columns of a Step's free operations: handles int32, the rest uint8 or empty."""
 
     handles: bytes = b""
@@ -194,8 +188,7 @@ NO_GROW, NO_CACHE, NO_FREE = Grow(), Cache(), Free()
 """The columns of a Step without such operations."""
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """One scheduler step. ``runs`` are (kind, count), in the order to apply."""
 
     runs: Sequence[tuple[int, int]]
@@ -215,8 +208,7 @@ class OperationError:
     error: KVDepotError
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(NamedTuple):
     """A Step's answer. An empty outcomes column means that all are OK.
 
     ``grow_counts`` and ``grow_ids`` are int32 columns, one of each a KV cache group.

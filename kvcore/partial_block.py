@@ -128,7 +128,7 @@ class PartialHashes:
                 removed = BlockRemoved([block_hash], block.group, MEDIUM, reason)
                 pool.vllm_feed.events.append(removed)
             if was_readable and not index.is_ready_elsewhere(block_hash, block):
-                pool.truth_feed.removed(block_hash, block.group, reason)
+                pool.truth_feed.removed([block_hash], block.group, reason)
         self.num_tokens_by_id.pop(block.block_id, None)
         self.aliases_by_id.pop(block.block_id, None)
 

@@ -43,6 +43,7 @@ class Session:
         self.later: Later | None = None
         coordinator = manager.coordinator
         self._finishes_late = coordinator.grows_by_table and coordinator.registers_all
+        self._later = Later()
         # Attached under this session; they may write to its blocks.
         self.num_workers = 0
         # Whether the last call said which step it belongs to.
@@ -58,7 +59,7 @@ class Session:
             self.names_steps = False
             view.begin_step(view.step + 1, view.step, is_synchronous=True)
             self.manager.new_step_starts()
-            self.later = Later() if self._finishes_late else None
+            self.later = self._later if self._finishes_late else None
             return
         if step is None or completed_step is None:
             missing = "step" if step is None else "completed_step"
@@ -79,7 +80,7 @@ class Session:
             self.manager.new_step_starts()
         view.begin_step(step, completed_step)
         # What counts as written at once is told at once.
-        self.later = Later() if self._finishes_late and step > completed_step else None
+        self.later = self._later if self._finishes_late and step > completed_step else None
 
     @property
     def num_blocks(self) -> int:

@@ -138,13 +138,13 @@ class TruthFeed:
             self._kinds[group, block_size] = kind
         return kind
 
-    def removed(self, block_hash: bytes, group: int, reason: str) -> None:
-        """The last readable copy went."""
+    def removed(self, hashes: list[bytes], group: int, reason: str) -> None:
+        """The last readable copies went; the list is the feed's from now on."""
         last = self.entries[-1] if self.entries else None
         if isinstance(last, RemovedBlocks) and last.group == group and last.reason == reason:
-            last.hashes.append(block_hash)
+            last.hashes += hashes
         else:
-            self.entries.append(RemovedBlocks([block_hash], group, self._medium, reason))
+            self.entries.append(RemovedBlocks(hashes, group, self._medium, reason))
 
     def cleared(self, generation: int) -> None:
         """All content went."""

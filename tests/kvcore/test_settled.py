@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import replace
 from random import Random
 
 import pytest
@@ -174,7 +173,7 @@ def test_steps_are_answered_as_in_full(
             results.append(depot.step(session, step))
         failed = [[(e.index, repr(e.error)) for e in result.errors] for result in results]
         assert failed[0] == failed[1]
-        assert replace(results[0], errors=[]) == replace(results[1], errors=[])
+        assert results[0]._replace(errors=[]) == results[1]._replace(errors=[])
         outcomes |= set(results[0].grow_outcomes)
         first, second = (
             all_of(depot, session) for depot, session in zip(depots, sessions, strict=True)
