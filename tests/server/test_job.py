@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from kvdepot.v1 import transfer_pb2 as pb
+from kvdepot.v1 import types_pb2
 from kvserver.mover import copying, mapping, stream
 from kvserver.mover.importer import Importer
-from kvserver.mover.job import GRPC, MAPPING, Job
+from kvserver.mover.job import GRPC, MAPPING, NIXL, Job
 from kvserver.mover.store import open_store
 from moving import FAILED, IMPORTED, MovingNode, block_hash, moving, pairs
 from serving import eventually
@@ -143,6 +144,56 @@ def test_a_peer_that_answers_what_cannot_be(
     monkeypatch.setattr(alone.source, "mangle", mangle)
     last = alone.run()
     assert (last["op"], last["kind"], last["reason"]) == ("error", "FailedPrecondition", "BAD_PEER")
+    assert alone.statuses == NONE + NONE
+
+
+def _no_group(pool: types_pb2.PoolDescription) -> None:
+    pool.layers[0].group = 7
+
+
+def _beyond_its_bytes(pool: types_pb2.PoolDescription) -> None:
+    pool.num_blocks += 1
+
+
+@pytest.mark.parametrize("mangle", [_no_group, _beyond_its_bytes])
+def test_a_peer_whose_pool_cannot_be(
+    nodes: tuple[MovingNode, MovingNode],
+    mangle: Callable[[types_pb2.PoolDescription], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is the peer's fault, not that of who asked for the import."""
+    alone = Alone(nodes, lambda job, told: None, takes=False)
+    pool = types_pb2.PoolDescription.FromString(alone.source.pool.SerializeToString())
+    mangle(pool)
+    monkeypatch.setattr(alone.source.handle, "_pool", pool)
+    last = alone.run()
+    assert (last["op"], last["kind"], last["reason"]) == ("error", "FailedPrecondition", "BAD_PEER")
+    assert last["field"] == "peer"
+    assert alone.statuses == NONE + NONE
+    eventually(lambda: not alone.source.transfers)  # that of the next part, too
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        (MAPPING, "the peer is on another host"),
+        (NIXL, "the peer has no NIXL agent now"),
+        (GRPC, "the peer has no data address"),
+    ],
+)
+def test_a_path_that_is_not_offered_is_told(
+    nodes: tuple[MovingNode, MovingNode],
+    path: pb.TransferPath,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As by a peer whose process that serves its bytes has just died."""
+    alone = Alone(nodes, lambda *_: None, takes=False, path=path)
+    alone.source.host_id = "another"
+    monkeypatch.setattr(alone.source, "mangle", lambda answer: answer.ClearField("reach"))
+    last = alone.run()
+    assert (last["op"], last["blocks"]) == ("report", 0)
+    assert last["failures"] == [[path, f"NOT_OFFERED: {why}"]]
     assert alone.statuses == NONE + NONE
 
 

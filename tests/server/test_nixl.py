@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -37,6 +38,10 @@ class FakeAgent:
         self.peers: list[str] = []
         self.removed: list[str] = []
         self.lists: list[tuple[str, list[list[int]], str]] = []
+        # Of lists and reads that were not released, by number; and which call is to fail.
+        self.handles: set[int] = set()
+        self.num_handles = 0
+        self.fails_at = ""
         self.state = "DONE"
         self.made.append(self)
 
@@ -58,15 +63,24 @@ class FakeAgent:
     def remove_remote_agent(self, name: str) -> None:
         self.removed.append(name)
 
+    def _handle(self, call: str) -> Any:
+        if self.fails_at == call:
+            raise RuntimeError("backend error")
+        self.num_handles += 1
+        self.handles.add(number := self.num_handles)
+        return SimpleNamespace(release=lambda: self.handles.remove(number))
+
     def prep_xfer_dlist(self, name: str, rows: Any, kind: str) -> Any:
         self.lists.append((name, rows.tolist(), kind))
-        return SimpleNamespace(release=lambda: None)
+        return self._handle(f"list {len(self.lists)}")
 
     def make_prepped_xfer(self, verb: str, _: Any, ours: Any, __: Any, theirs: Any) -> Any:
         assert verb == "READ" and list(ours) == list(theirs)
-        return SimpleNamespace(release=lambda: None)
+        return self._handle("read")
 
     def transfer(self, _: Any) -> str:
+        if self.fails_at == "transfer":
+            raise RuntimeError("backend error")
         return "PROC"
 
     def check_xfer_state(self, _: Any) -> str:
@@ -252,6 +266,18 @@ def test_peers_stay_connected_until_they_fail(
         run(tasks[name], agent)
     # The one that was used longest ago gave way.
     assert (inner.peers, inner.removed) == (["a", "a", "b", "c"], ["peer a", "peer b"])
+
+
+@pytest.mark.parametrize("call", ["", "list 1", "list 2", "read", "transfer"])
+def test_no_handle_is_left_of_a_read(fake: type[FakeAgent], call: str) -> None:
+    agent = ReadingAgent(store_of([on_gpu(0, 1 << 20)]), "lo")
+    (inner,) = fake.made
+    inner.fails_at = call
+    task = Task({"agent": b"a", "regions": [("DRAM", 0, 1, NBYTES)]})
+    with pytest.raises(PathFailed, match="the read failed") if call else nullcontext():
+        run(task, agent)
+    assert inner.num_handles == {"": 3, "list 1": 0, "list 2": 1, "read": 2, "transfer": 3}[call]
+    assert not inner.handles
 
 
 @pytest.mark.skipif(importlib.util.find_spec("nixl_cu12") is None, reason="NIXL is not installed")

@@ -103,6 +103,10 @@ class Task:
         if self.seconds_left() <= 0:
             raise PathFailed("DEADLINE_EXCEEDED: the import has had its time")
 
+    def is_over(self) -> bool:
+        """Whether nothing is left to copy, or what is copied counts no more."""
+        return bool(self.lease.lost) or all(copy.done.all() for copy in self.copies)
+
     def seconds_left(self) -> float:
         """Until the deadline."""
         return self.until - time.monotonic()

@@ -164,13 +164,13 @@ class Job:
                     reason="FINGERPRINT_MISMATCH",
                     field="peer",
                 )
-            copies = self._copies(part, opened, pool, described.spans)
+            try:
+                spans = described.spans
+            except kvcore.errors.InvalidArgument as error:
+                raise _bad_peer(error.message) from None
+            copies = self._copies(part, opened, pool, spans)
             task = self._task(pool, lease, copies)
-            for path, offered, run in self._ways(task):
-                if lease.lost or all(copy.done.all() for copy in copies):
-                    break
-                if offered():
-                    self._try(path, run, task)
+            self._try_all(task)
         finally:
             try:
                 self._close(lease)
@@ -349,21 +349,41 @@ class Job:
             progress=progress,
         )
 
+    def _try_all(self, task: Task) -> None:
+        """Copy by one path after the other, until all is here."""
+        lacking = {}
+        for path, lacks, run in self._ways(task):
+            if task.is_over():
+                return
+            if why := lacks():
+                lacking[path] = why
+            else:
+                self._try(path, run, task)
+        if not task.is_over():
+            for path, why in lacking.items():
+                self._fail(path, f"NOT_OFFERED: {why}")
+
     def _ways(
         self, task: Task
-    ) -> Iterator[tuple[pb.TransferPath, Callable[[], bool], Callable[[], None]]]:
-        """The paths left, in order: whether both sides have it, and its copy."""
+    ) -> Iterator[tuple[pb.TransferPath, Callable[[], str], Callable[[], None]]]:
+        """The paths left, in order: what one of the sides lacks for it, if any, and its copy."""
         importer, reach = self._importer, task.reach
-        ways: dict[int, tuple[Callable[[], bool], Callable[[], None]]] = {
+
+        def nixl_lacks() -> str:
+            if not (reach.nixl_agent and reach.nixl_regions):
+                return "the peer has no NIXL agent now"
+            return "" if importer.agent().offered else "NIXL is not to be had here"
+
+        ways: dict[int, tuple[Callable[[], str], Callable[[], None]]] = {
             MAPPING: (
-                lambda: mapping.offered(task),
+                lambda: mapping.lacks(task),
                 lambda: mapping.run(task, importer.peer_files, importer.copiers),
             ),
-            NIXL: (
-                lambda: bool(reach.nixl_agent and reach.nixl_regions and importer.agent().offered),
-                lambda: reading.run(task, importer.agent()),
+            NIXL: (nixl_lacks, lambda: reading.run(task, importer.agent())),
+            GRPC: (
+                lambda: "" if reach.data_address else "the peer has no data address",
+                lambda: stream.run(task),
             ),
-            GRPC: (lambda: bool(reach.data_address), lambda: stream.run(task)),
         }
         for path in list(self._paths):
             yield (path, *ways[path])

@@ -39,12 +39,14 @@ _KEPT_SECONDS = 60.0
 _LOOK_SECONDS = 5.0
 
 
-def offered(task: Task) -> bool:
-    """Whether the peer is on this host, and its bytes can be mapped."""
+def lacks(task: Task) -> str:
+    """Why the peer's bytes cannot be mapped; empty: they may be."""
     host, pool = host_id(), task.peer_pool
     if not host or task.reach.host_id != host:
-        return False
-    return on_devices(pool) or file_of(pool) is not None
+        return "the peer is on another host"
+    if on_devices(pool) or file_of(pool) is not None:
+        return ""
+    return "the peer's bytes are in no file, and on no device"
 
 
 def run(task: Task, files: PeerFiles, copiers: Executor) -> None:

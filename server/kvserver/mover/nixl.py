@@ -193,7 +193,11 @@ class ReadingAgent:
         """Begin to read ``rows`` of the prepared lists."""
         with self._lock, _translated():
             reading = self._agent.make_prepped_xfer("READ", ours, rows, theirs, rows)
-            self._agent.transfer(reading)
+            try:
+                self._agent.transfer(reading)
+            except BaseException:
+                _release(reading)
+                raise
             return reading
 
     def done(self, reading: Any) -> bool:
@@ -208,8 +212,12 @@ class ReadingAgent:
         """Of lists and of reads that are over, well or not."""
         with self._lock:
             for handle in handles:
-                with contextlib.suppress(Exception):
-                    handle.release()
+                _release(handle)
+
+
+def _release(handle: Any) -> None:
+    with contextlib.suppress(Exception):
+        handle.release()
 
 
 @contextlib.contextmanager

@@ -79,12 +79,8 @@ def _read(
             task.store.check()
             ours = rows_of(agent.regions, destinations, copy.destination_ids[batch])
             theirs = rows_of(regions, sources, copy.source_ids[batch])
-            lists = (
-                agent.prepare("", ours, agent.regions[0].kind),
-                agent.prepare(name, theirs, regions[0].kind),
-            )
-            numbers = np.arange(len(ours), dtype=np.int32)
-            flights.append((batch, agent.read(*lists, numbers), *lists))
+            kinds = agent.regions[0].kind, regions[0].kind
+            flights.append((batch, *_begin(agent, name, ours, theirs, kinds)))
             if len(flights) == _IN_FLIGHT:
                 land()
         while flights:
@@ -93,6 +89,21 @@ def _read(
         _settle(agent, [flight[1] for flight in flights])
         for _, *handles in flights:
             agent.release(*handles)
+
+
+def _begin(
+    agent: ReadingAgent, name: str, ours: Any, theirs: Any, kinds: tuple[str, str]
+) -> list[Any]:
+    """A read that has begun, and its two lists: to be released. One that fails leaves nothing."""
+    begun: list[Any] = []
+    try:
+        for owner, rows, kind in (("", ours, kinds[0]), (name, theirs, kinds[1])):
+            begun.append(agent.prepare(owner, rows, kind))
+        numbers = np.arange(len(ours), dtype=np.int32)
+        return [agent.read(begun[0], begun[1], numbers), *begun]
+    except BaseException:
+        agent.release(*begun)
+        raise
 
 
 def rows_of(regions: Sequence[Region], spans: Sequence[Span], ids: Any) -> Any:
