@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from kvcore.depot import Depot
     from kvcore.session import Session
 
-# Hashes looked up before others have their turn: a millisecond or two.
+# Looked up, or let go of, before others have their turn: a millisecond or two.
 _TURN_BLOCKS = 2048
 ID_SHOWN = 8
 """An id is a capability: whoever knows it may read, so that only its start is shown."""
@@ -71,6 +72,8 @@ class Transfer:
     groups: list[TransferGroup]
     # By id, each once, and the hash it was found under.
     pinned: dict[int, tuple[KVCacheBlock, bytes]] = field(default_factory=dict)
+    # No longer open, though it may pin some yet.
+    is_ending: bool = False
 
     @property
     def blocks(self) -> list[KVCacheBlock]:
@@ -117,7 +120,7 @@ class Transfers:
             for start in range(0, len(hashes), _TURN_BLOCKS):
                 if start:
                     yield transfer
-                    if self.by_id.get(transfer.transfer_id) is not transfer:
+                    if transfer.is_ending:
                         raise _unknown()
                 some = hashes[start : start + _TURN_BLOCKS]
                 told, found = self._find_all(group, some)
@@ -155,33 +158,46 @@ class Transfers:
         They do not, which is FailedPrecondition, if a block lost its content meanwhile, by
         a reset or because an operator evicted it; the transfer has ended all the same.
         """
+        for _ in self.closing(transfer_id):
+            pass
+
+    def closing(self, transfer_id: str) -> Generator[None, None, None]:
+        """As close; pauses where others may have their turn. It is not open from the start on."""
         transfer = self.by_id.get(transfer_id)
-        if transfer is None:
+        if transfer is None or transfer.is_ending:
             raise _unknown()
-        try:
-            self.require_content(transfer)
-        finally:
-            self.end(transfer_id)
+        transfer.is_ending = True
+        pinned, num_lost = transfer.pinned, 0
+        while True:
+            # The tails of chains are evicted first.
+            some = [pinned.popitem()[1] for _ in range(min(_TURN_BLOCKS, len(pinned)))]
+            num_lost += self._num_lost(some)
+            self._depot.pool.pins.unpin([block for block, _ in some])
+            if not pinned:
+                del self.by_id[transfer_id]
+            self._depot.resets.settle()
+            if not pinned:
+                break
+            yield
+        if num_lost:
+            raise _dropped(num_lost)
 
     def require_content(self, transfer: Transfer) -> None:
         """FailedPrecondition if a block of it has lost its content, as close says.
 
         Costs time per block.
         """
+        if num_lost := self._num_lost(transfer.pinned.values()):
+            raise _dropped(num_lost)
+
+    def _num_lost(self, pinned: Iterable[tuple[KVCacheBlock, bytes]]) -> int:
         indexes = self._depot.pool.indexes
-        num_lost = sum(
+        return sum(
             # The first copy is the usual case, which costs no call.
             indexes[block.group].entries.get(block_hash) is not block
             and not indexes[block.group].holds(block_hash, block)
-            for block, block_hash in transfer.pinned.values()
+            for block, block_hash in pinned
         )
-        if num_lost:
-            raise FailedPrecondition(
-                f"{num_lost} of the transfer's blocks were reset or evicted while it was open: "
-                "what was read does not count",
-                reason="CONTENT_DROPPED",
-                field="transfer_id",
-            )
 
     def keep_sums(self, transfer_id: str, block_ids: Sequence[int], sums: Sequence[int]) -> None:
         """Somebody has summed the bytes of blocks under a transfer.
@@ -209,10 +225,9 @@ class Transfers:
 
     def end(self, transfer_id: str) -> None:
         """Unpin an open transfer's blocks; nobody reads them any more, or it does not count."""
-        transfer = self.by_id.pop(transfer_id)
-        # The tails of chains are evicted first.
-        self._depot.pool.pins.unpin(reversed(transfer.blocks))
-        self._depot.resets.settle()
+        with suppress(FailedPrecondition):
+            for _ in self.closing(transfer_id):
+                pass
 
     def _open(self, name: str, groups: list[TransferGroup]) -> Transfer:
         transfer = Transfer(str(uuid.uuid4()), name, groups)
@@ -297,6 +312,15 @@ def _group(
     pairs = list(found)
     return TransferGroup(
         group, hashes, bytes(status for status, _ in pairs), [block for _, block in pairs]
+    )
+
+
+def _dropped(num_lost: int) -> FailedPrecondition:
+    return FailedPrecondition(
+        f"{num_lost} of the transfer's blocks were reset or evicted while it was open: what was "
+        "read does not count",
+        reason="CONTENT_DROPPED",
+        field="transfer_id",
     )
 
 

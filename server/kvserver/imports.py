@@ -44,7 +44,7 @@ FAILURE_REASONS = frozenset(
         *("DEADLINE_EXCEEDED", "UNAVAILABLE", "DRAINING", "FINGERPRINT_MISMATCH"),
         *("TRANSFER_EXPIRED", "UNKNOWN_TRANSFER", "CONTENT_DROPPED", "CHECKSUM_MISMATCH"),
         *("TOO_MANY_TRANSFERS", "TOO_MANY_BLOCKS", "TOO_MANY_PULLS", "TOO_MANY_STREAMS"),
-        *("STALLED", "BAD_PEER", "MAPPING_TRUNCATED", "NO_MEMORY", "STOPPED"),
+        *("STALLED", "BAD_PEER", "MAPPING_TRUNCATED", "NO_MEMORY", "STOPPED", "NOT_OFFERED"),
     )
 )
 # What an import that is over its deadline gets beyond what the data plane allows it.
@@ -143,7 +143,8 @@ class Imports:
     async def begin(self, beginning: Generator[Import, None, Import]) -> Import:
         """What ``beginning`` returns; others between its parts.
 
-        Nothing is left of it if it fails, or the call is cancelled.
+        Nothing is left of it if it fails, the call is cancelled, or the server has meanwhile
+        waited long enough for what there was to end.
         """
         found: Import | None = None
         try:
@@ -154,6 +155,7 @@ class Imports:
                     begun: Import = done.value
                     return begun
                 await asyncio.sleep(0)
+                self._node.require_streams()
         except BaseException:
             if found is not None:
                 self._node.depot.imports.finish(found)

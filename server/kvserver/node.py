@@ -368,7 +368,8 @@ class Node:
     @property
     def is_in_use(self) -> bool:
         """Whether a session, a transfer or an import is still open."""
-        return bool(self.depot.sessions) or len(self.transfers) + len(self.imports) > 0
+        depot = self.depot
+        return bool(depot.sessions or len(self.transfers) or depot.imports.by_id)
 
     def in_use(self) -> list[str]:
         """What is open, in words; of many, the oldest."""

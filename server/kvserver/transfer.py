@@ -137,7 +137,7 @@ class TransferService:
                 if request.contents:
                     room -= add_contents(entry, depot.pool, group, max_bytes=room)
         except BaseException:
-            self.close_transfer(pb.CloseTransferRequest(transfer_id=transfer_id))
+            node.transfers.end(transfer_id)
             raise
         return answer.SerializeToString()
 
@@ -148,12 +148,9 @@ class TransferService:
             epoch=self._node.depot.epoch, lease_ttl_seconds=ttl
         ).SerializeToString()
 
-    def close_transfer(self, request: pb.CloseTransferRequest) -> bytes:
+    async def close_transfer(self, request: pb.CloseTransferRequest) -> bytes:
         """CloseTransfer."""
-        try:
-            self._node.transfers.close(request.transfer_id)
-        finally:
-            self._node.publish()
+        await self._node.transfers.close(request.transfer_id)
         return pb.CloseTransferResponse(epoch=self._node.depot.epoch).SerializeToString()
 
     def _session_of(

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -44,6 +44,8 @@ class Transfers:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._opened_at: dict[str, float] = {}
+        # Those that are being let go of, in turns.
+        self._ending: dict[str, asyncio.Task[None]] = {}
         # So that a CloseTransfer sent again is answered again.
         self._closed: OrderedDict[str, FailedPrecondition | None] = OrderedDict()
         self._expired: OrderedDict[str, float] = OrderedDict()
@@ -82,7 +84,7 @@ class Transfers:
                 await asyncio.sleep(0)
         except BaseException:
             if transfer is not None and transfer.transfer_id in self._opened_at:
-                self._end(transfer.transfer_id, ttl)
+                self._expire(transfer.transfer_id, ttl)
             raise
         assert transfer is not None
         self._begin(transfer.transfer_id, ttl)
@@ -96,7 +98,7 @@ class Transfers:
         if transfer_id not in self._opened_at:
             self._opened_at[transfer_id] = time.monotonic()
             self._node.deadlines.set(
-                ("transfer", transfer_id), ttl, lambda: self._expire(transfer_id, ttl)
+                ("transfer", transfer_id), ttl, lambda: self._run_out(transfer_id, ttl)
             )
 
     def renew(self, transfer_id: str) -> float:
@@ -112,34 +114,28 @@ class Transfers:
         """How long the transfer lives after it was opened or renewed."""
         return self._node.deadlines.seconds(("transfer", transfer_id))
 
-    def close(self, transfer_id: str) -> None:
+    async def close(self, transfer_id: str) -> None:
         """End it. Returns only if what was read under it counts: its lease had not run out.
 
         Closing it again answers the same again.
         """
-        if transfer_id in self._closed:
-            error = self._closed[transfer_id]
-            if error is not None:
-                raise type(error)(error.message, reason=error.reason, field=error.field)
-            return
-        self._require(transfer_id)
-        self._node.deadlines.drop(("transfer", transfer_id))
-        error = None
-        try:
-            self._node.depot.transfers.close(transfer_id)
-        except FailedPrecondition as dropped:
-            error = dropped
-        self._forget(transfer_id, "closed" if error is None else "dropped")
-        self._closed[transfer_id] = error
-        if len(self._closed) > _ENDED_KEPT:
-            self._closed.popitem(last=False)
-        if error is not None:
-            raise error
+        self.end(transfer_id)
+        if (ending := self._ending.get(transfer_id)) is not None:
+            await asyncio.shield(ending)  # goes on, whatever becomes of the call
+        if transfer_id not in self._closed:
+            self._require(transfer_id)
+        if (error := self._closed[transfer_id]) is not None:
+            raise type(error)(error.message, reason=error.reason, field=error.field)
+
+    def end(self, transfer_id: str) -> None:
+        """As close, if it is open; nobody asks whether what was read counts."""
+        if transfer_id in self._opened_at:
+            self._let_go(transfer_id, self._count_closed)
 
     def end_all(self) -> None:
         """The server stops: nothing is read any more."""
         for transfer_id in list(self._opened_at):
-            self._end(transfer_id, self.lease_ttl_seconds(transfer_id))
+            self._expire(transfer_id, self.lease_ttl_seconds(transfer_id))
 
     def listed(self) -> list[ListedTransfer]:
         """Every open one, oldest first."""
@@ -163,26 +159,59 @@ class Transfers:
                 ),
             )
             for transfer_id, transfer in depot.transfers.by_id.items()
+            if transfer_id in self._opened_at
         ]
 
-    def _expire(self, transfer_id: str, ttl: float) -> None:
+    def _run_out(self, transfer_id: str, ttl: float) -> None:
         logger.info("transfer %s: its lease of %g s ran out", transfer_id[:ID_SHOWN], ttl)
-        self._end(transfer_id, ttl)
+        self._expire(transfer_id, ttl)
 
-    def _end(self, transfer_id: str, ttl: float) -> None:
-        node = self._node
-        node.deadlines.drop(("transfer", transfer_id))
-        node.depot.transfers.end(transfer_id)
-        self._forget(transfer_id, "expired")
+    def _expire(self, transfer_id: str, ttl: float) -> None:
         self._expired[transfer_id] = ttl
         if len(self._expired) > _ENDED_KEPT:
             self._expired.popitem(last=False)
-        node.publish()
+        self.num_ended["expired"] += 1
+        self._let_go(transfer_id, lambda *_: None)
 
-    def _forget(self, transfer_id: str, how: str) -> None:
+    def _count_closed(self, transfer_id: str, error: FailedPrecondition | None) -> None:
+        self.num_ended["closed" if error is None else "dropped"] += 1
+        self._closed[transfer_id] = error
+        if len(self._closed) > _ENDED_KEPT:
+            self._closed.popitem(last=False)
+
+    def _let_go(
+        self, transfer_id: str, ended: Callable[[str, FailedPrecondition | None], None]
+    ) -> None:
+        """It is open no more; most have let go of their blocks when this returns."""
+        node = self._node
         del self._opened_at[transfer_id]
-        self.num_ended[how] += 1
-        self._node.require_data_plane().close_transfer(transfer_id)
+        node.deadlines.drop(("transfer", transfer_id))
+        node.require_data_plane().close_transfer(transfer_id)
+        closing = node.depot.transfers.closing(transfer_id)
+
+        def is_over() -> bool:
+            error: FailedPrecondition | None = None
+            try:
+                next(closing)
+                return False
+            except StopIteration:
+                pass
+            except FailedPrecondition as dropped:
+                error = dropped
+            finally:
+                node.publish()
+            ended(transfer_id, error)
+            return True
+
+        async def go_on() -> None:
+            try:
+                while not is_over():
+                    await asyncio.sleep(0)
+            finally:
+                del self._ending[transfer_id]
+
+        if not is_over():
+            self._ending[transfer_id] = asyncio.ensure_future(go_on())
 
     def _require(self, transfer_id: str) -> None:
         if transfer_id in self._opened_at:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 
 import pytest
 
@@ -11,6 +12,7 @@ from building import content, full, groups_config, make_depot, window
 from kvcore.check import check
 from kvcore.depot import Depot
 from kvcore.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
+from kvcore.holders import block_holders
 from kvcore.operation import FreeMode, Outcome, SlotRequest
 from kvcore.reset import ResetMode, ResetScope
 from kvcore.session import Session
@@ -96,6 +98,40 @@ def test_a_transfer_that_ends_while_it_is_opened_pins_no_more(one_at_a_time: Non
     with pytest.raises(NotFound):
         next(opening)
     assert states(depot) == {"cached": 4, "free": 4}
+
+
+def test_others_have_their_turn_while_a_transfer_is_closed(one_at_a_time: None) -> None:
+    depot = make_depot(9)
+    hashes = cached(depot, depot.open_session(""), "a", range(16))
+    transfer = open_hashes(depot, hashes)
+    # Waits for the transfer, too.
+    assert not depot.reset_prefix_cache(ResetMode.DRAIN).done
+    closing = depot.transfers.closing(transfer.transfer_id)
+    for num_left in (3, 2, 1):
+        next(closing)
+        assert states(depot) == {"pinned": num_left, "cached": 4 - num_left, "free": 4}
+        assert [holder.num_blocks for holder in block_holders(depot, None)] == [num_left]
+    with pytest.raises(NotFound):  # it is not open any more
+        depot.transfers.close(transfer.transfer_id)
+    with pytest.raises(StopIteration):
+        next(closing)
+    assert states(depot) == {"free": 8}
+    assert depot.generation == 1
+
+
+@pytest.mark.parametrize("lost_at", [0, 1, 3])
+def test_what_is_lost_before_it_was_looked_at_counts(one_at_a_time: None, lost_at: int) -> None:
+    depot = make_depot(9)
+    hashes = cached(depot, depot.open_session(""), "a", range(16))
+    closing = depot.transfers.closing(open_hashes(depot, hashes).transfer_id)
+    for _ in range(lost_at):
+        next(closing)
+    # The first one, which is looked at last; and the last one, which may have been.
+    depot.evict_blocks([4 if lost_at == 3 else 1])
+    with pytest.raises(FailedPrecondition) if lost_at < 3 else nullcontext():
+        for _ in closing:
+            pass
+    assert states(depot) == {"cached": 3, "free": 5}
 
 
 def test_a_pinned_block_is_never_in_the_free_list_nor_evicted() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +11,12 @@ from typing import Any
 import grpc
 import pytest
 
+import kvcore.imports
 from block_pages import block_pages
 from fake_data_plane import write_pages
-from kvcore.errors import NotFound
+from kvcore.errors import KVDepotError, NotFound
+from kvcore.import_job import ImportResult, Ready
+from kvcore.reset import ResetMode
 from kvcore.transfer import GroupHashes
 from kvdepot.v1 import admin_pb2, cache_pb2, transfer_pb2
 from serving import (
@@ -374,6 +378,63 @@ def test_a_server_that_stops_ends_its_imports(pair: Pair) -> None:
     assert here.server.node.depot.audit() == []
     assert here.data_plane.num_ended == 1
     assert not path.exists()
+
+
+@pytest.mark.parametrize("streams_end", [False, True], ids=["drains", "ends"])
+def test_an_import_that_begins_as_the_server_stops(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, streams_end: bool
+) -> None:
+    """What began before a drain has its grace, and does not begin when that is over."""
+    monkeypatch.setattr(kvcore.imports, "_TURN_BLOCKS", 1)
+    node = pair.here.server.node
+    beginning = node.depot.imports.beginning_hashes(PEER, [GroupHashes(0, pair.hashes)])
+
+    async def act() -> str:
+        call = asyncio.ensure_future(node.imports.begin(beginning))
+        await asyncio.sleep(0)
+        assert node.is_in_use
+        node.drain()
+        if streams_end:
+            node.end_streams()
+        try:
+            node.depot.imports.finish(await call)
+        except KVDepotError as error:
+            return error.reason
+        return "begun"
+
+    assert pair.here.loop.run(act()) == ("DRAINING" if streams_end else "begun")
+    assert not node.is_in_use
+    assert pair.states() == {"free": 32}
+
+
+@pytest.mark.parametrize("reset", [ResetMode.DRAIN, ResetMode.FORCE])
+def test_a_reset_while_an_import_begins(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, reset: ResetMode
+) -> None:
+    """Nothing is taken after it. What was here stays until the import has ended, or is gone."""
+    monkeypatch.setattr(kvcore.imports, "_TURN_BLOCKS", 1)
+    pair.run(pair.hashes[:1])
+    node = pair.here.server.node
+    imports = node.depot.imports
+    beginning = imports.beginning_hashes(PEER, [GroupHashes(0, pair.hashes)])
+    ready = {0: Ready(0, [1, 1])}
+
+    async def act() -> tuple[Any, ImportResult]:
+        call = asyncio.ensure_future(node.imports.begin(beginning))
+        await asyncio.sleep(0)
+        done = node.reset_prefix_cache(reset, None, None).done
+        assert done is (reset is ResetMode.FORCE)
+        found = await call
+        taken = imports.take(found, ready)
+        assert imports.is_void(found)
+        return taken, imports.finish(found)
+
+    taken, result = pair.here.loop.run(act())
+    assert taken == {0: [0, 0]}
+    was_here = PRESENT if reset is ResetMode.DRAIN else FAILED
+    assert result.statuses == {0: bytes([was_here, FAILED, FAILED])}
+    assert node.depot.generation == 1 and node.depot.resets.drain is None
+    assert pair.states() == {"free": 32}
 
 
 @pytest.mark.parametrize(

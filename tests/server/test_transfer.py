@@ -12,7 +12,7 @@ import pytest
 
 import kvcore.transfer
 from fake_data_plane import FakeDataPlane
-from kvcore.errors import NotFound, Unavailable
+from kvcore.errors import KVDepotError, NotFound, Unavailable
 from kvcore.memory import PoolMemory
 from kvcore.transfer import GroupHashes
 from kvdepot.v1 import admin_pb2, cache_pb2, transfer_pb2
@@ -156,6 +156,63 @@ def test_a_transfer_is_opened_in_turns(
         assert outcome == {"cancelled": "cancelled", "expired": "UNKNOWN_TRANSFER"}[how]
         assert num_pinned(served) == 0 and len(node.transfers) == 0
         assert served.data_plane.opened == {}
+
+
+@pytest.mark.parametrize("how", ["closed", "twice", "cancelled", "expired", "lost"])
+def test_a_transfer_is_closed_in_turns(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Others are served meanwhile; it goes on when nobody waits for it any more."""
+    clock = ManualClock()
+    served = serve(clock=clock)
+    _, hashes = cached(served, tokens(*range(1, 121)))
+    transfer_id = open_transfer(served, hashes, lease_ttl_seconds=5.0).transfer_id
+    monkeypatch.setattr(kvcore.transfer, "_TURN_BLOCKS", 1)
+    node = served.server.node
+    if how == "lost":
+        node.depot.evict_blocks([1])
+    pinned: list[int] = []
+
+    async def act() -> list[str]:
+        calls = []
+        if how == "expired":
+            clock.advance(6.0)
+        else:
+            calls.append(asyncio.ensure_future(node.transfers.close(transfer_id)))
+        if how == "twice":
+            calls.append(asyncio.ensure_future(node.transfers.close(transfer_id)))
+        while transfers := list(node.depot.transfers.by_id.values()):
+            pinned.append(len(transfers[0].pinned))
+            await asyncio.sleep(0)
+            # It is open no more, from the start on.
+            if len(pinned) > 1:
+                assert not served.data_plane.opened
+                assert not node.transfers.listed() and not len(node.transfers)
+                with pytest.raises(NotFound):
+                    node.transfers.renew(transfer_id)
+            if len(pinned) == 5 and how == "cancelled":
+                calls.pop().cancel()
+        outcomes = []
+        for call in calls or [asyncio.ensure_future(node.transfers.close(transfer_id))]:
+            try:
+                await call
+                outcomes.append("OK")
+            except KVDepotError as error:
+                outcomes.append(error.reason)
+        return outcomes
+
+    outcomes = served.loop.run(act())
+    assert pinned[-1] == 1 and len(set(pinned)) >= 29
+    assert num_pinned(served) == 0
+    assert outcomes == {
+        "closed": ["OK"],
+        "twice": ["OK", "OK"],
+        "cancelled": ["OK"],
+        "expired": ["TRANSFER_EXPIRED"],
+        "lost": ["CONTENT_DROPPED"],
+    }.get(how)
+    ended = {"expired": "expired", "lost": "dropped"}.get(how, "closed")
+    assert node.transfers.num_ended == {"closed": 0, "expired": 0, "dropped": 0} | {ended: 1}
 
 
 def test_a_request_is_read_while_it_and_its_session_end(served: Served) -> None:
