@@ -249,6 +249,13 @@ class ServerConfig:
         "connections of peers to the data address; more are closed at once",
         "N",
     )
+    # Short: each keeps a place that imports need, and connecting anew takes milliseconds.
+    data_connection_idle_seconds: float = option(
+        20.0,
+        real(1.0, 86_400),
+        "a connection to the data address without calls is closed after so long",
+        "SECONDS",
+    )
     connection_idle_seconds: float = option(
         600.0,
         real(1.0, 86_400),

@@ -421,6 +421,23 @@ def test_connections_to_the_data_address_are_bounded(start: Start) -> None:
     eventually(has_room)
 
 
+def test_a_connection_that_says_nothing_keeps_its_place_for_a_short_time(start: Start) -> None:
+    """So that what a peer must be asked for there, as checksums that it does not know, comes."""
+    source, destination = start(max_data_connections=1, data_connection_idle_seconds=1.0), start()
+    job = destination.job(source, {0: pairs(range(1, 9), 1)}, paths=[MAPPING], deadline_seconds=5.0)
+    with socket.create_connection(("127.0.0.1", source.handle._port)) as held:
+        held.settimeout(60.0)
+        assert held.recv(1)
+        while held.recv(1 << 16):
+            pass  # until it is closed
+
+    def has_room() -> bool:
+        report, _ = destination.run_import(job)
+        return report.statuses == {0: bytes([IMPORTED]) * 8}
+
+    eventually(has_room)
+
+
 def test_another_pool_is_refused(start: Start) -> None:
     source, destination = start(), start(block_size=8)
     with pytest.raises(FailedPrecondition) as caught:

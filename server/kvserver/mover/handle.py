@@ -111,7 +111,7 @@ class MoverHandle:
                 any_port=any_port,
                 pulls_max=config.max_pulls,
                 connections_max=config.max_data_connections,
-                connection_idle_ms=round(config.connection_idle_seconds * 1000),
+                connection_idle_ms=round(config.data_connection_idle_seconds * 1000),
                 streams_max=config.max_concurrent_streams,
                 stall_seconds=config.pull_stall_seconds,
                 heartbeat_seconds=config.pull_heartbeat_seconds,
