@@ -28,7 +28,7 @@ from kvserver.config import ConfigError
 from kvserver.mover import child
 from kvserver.mover.bucket import Bucket
 from kvserver.mover.frame import frame
-from kvserver.mover.mapping import copy_rows
+from kvserver.mover.mapping import copy_and_sum, copy_rows
 from kvserver.mover.pages import pieces_of
 from moving import MovingNode, kill, moving
 from serving import eventually, refused
@@ -460,3 +460,12 @@ def test_rows_land_where_they_belong(
     expected[destinations] = source[sources]
     copy_rows(source, np.array(sources), destination, np.array(destinations))
     assert (destination == expected).all()
+
+
+def test_what_was_copied_is_summed() -> None:
+    source, destination = np.random.default_rng(1).integers(0, 1 << 60, (2, 8, 4096))
+    expected = destination.copy()
+    expected[[5, 0]] = source[[3, 1]]
+    sums = copy_and_sum(source, np.array([3, 1]), destination, np.array([5, 0]))
+    assert (destination == expected).all()
+    assert sums == [xxhash.xxh3_64_intdigest(source[row].tobytes()) for row in (3, 1)]

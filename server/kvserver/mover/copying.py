@@ -155,17 +155,25 @@ class Task:
             transfer_id=self.transfer_id, group=copy.group, positions=positions, **options
         )
 
-    def arrived(self, copy: Copy, batch: Any, sums: Iterator[int] | None) -> None:
-        """The bytes of ``batch`` are in our blocks; those with the right checksum are done."""
+    def arrived(
+        self,
+        copy: Copy,
+        batch: Any,
+        sums: Iterator[int] | None,
+        found: Sequence[int] | None = None,
+    ) -> None:
+        """The bytes of ``batch`` are in our blocks; those with the right checksum are done.
+
+        ``found``: the checksums of what came, if they are known.
+        """
         good = batch
         if sums is not None:
             expected = list(islice(sums, len(batch)))
             if len(expected) < len(batch):
                 raise PathFailed("BAD_PEER: it sent too few checksums")
-            ids = copy.destination_ids[batch].tolist()
-            right = np.array(self.store.checksums(copy.group, ids), np.uint64) == np.array(
-                expected, np.uint64
-            )
+            if found is None:
+                found = self.store.checksums(copy.group, copy.destination_ids[batch].tolist())
+            right = np.array(found, np.uint64) == np.array(expected, np.uint64)
             good = batch[right]
             if batch[-1] == len(copy.done) - 1:
                 next(sums, None)  # the stream's own end, before the transfer is closed

@@ -20,7 +20,7 @@ from kvdepot.v1 import types_pb2
 from kvserver.mover.copying import Copy, PathFailed, Task
 from kvserver.mover.devices import PoolDevices, on_devices, open_devices
 from kvserver.mover.host import host_id
-from kvserver.mover.pages import PoolFile, file_of, pieces_of
+from kvserver.mover.pages import PoolFile, checksum, file_of, pieces_of
 from kvserver.mover.store import Store, copy_blocks
 
 # What a thread copies at once, without Python.
@@ -68,46 +68,50 @@ def run(task: Task, files: PeerFiles, copiers: Executor) -> None:
             if not len(copy.left()):
                 continue
             sums = task.sums(copy)
-            # What has been copied is hashed, holding Python, while the next is copied, without.
             with closing(_copied(task, copy, arrays, (file, ours), copiers)) as copied:
-                for batch in copied:
-                    task.arrived(copy, batch, sums)
+                for batch, found in copied:
+                    task.arrived(copy, batch, sums, found)
 
 
 def _copied(
     task: Task,
     copy: Copy,
     arrays: Sequence[tuple[Any, Any]],
-    files: Sequence[PoolFile],
+    files: tuple[PoolFile, PoolFile],
     copiers: Executor,
-) -> Generator[Any, None, None]:
-    """The batches of ``copy``, each once it is copied; when closed, none is being copied."""
+) -> Generator[tuple[Any, list[int]], None, None]:
+    """The batches of ``copy``, each once it is copied; when closed, none is being copied.
 
-    def copy_batch(batch: Any) -> None:
+    With the checksums of what it was copied from, if there are to be any.
+    """
+
+    def copy_batch(batch: Any) -> list[int]:
         for file in files:
             file.check()
         sources, destinations = copy.source_ids[batch], copy.destination_ids[batch]
+        if task.checksums and len(arrays) == 1:
+            return copy_and_sum(arrays[0][0], sources, arrays[0][1], destinations)
         for source, destination in arrays:
             copy_rows(source, sources, destination, destinations)
+        return files[0].checksums(copy.group, sources.tolist()) if task.checksums else []
 
-    copying: deque[tuple[Any, Future[None]]] = deque()
+    copying: deque[tuple[Any, Future[list[int]]]] = deque()
     try:
         for batch in task.batches(copy, BATCH_BYTES):
             if len(batch) * copy.block_bytes <= _SMALL_BYTES and not copying:
-                copy_batch(batch)
-                yield batch
+                yield batch, copy_batch(batch)
                 continue
             copying.append((batch, copiers.submit(copy_batch, batch)))
             if len(copying) > task.num_copiers + _AHEAD:
                 first, done = copying[0]
-                done.result()
+                found = done.result()
                 copying.popleft()
-                yield first
+                yield first, found
         while copying:
             first, done = copying[0]
-            done.result()
+            found = done.result()
             copying.popleft()
-            yield first
+            yield first, found
     finally:
         wait([done for _, done in copying if not done.cancel()])
 
@@ -139,6 +143,20 @@ def _copy_on_devices(task: Task, files: PeerFiles) -> None:
     except RuntimeError as error:  # whatever CUDA refuses; torch.OutOfMemoryError is one
         first = (str(error).splitlines() or [""])[0]
         raise PathFailed(f"the device: {type(error).__name__}: {first}") from error
+
+
+def copy_and_sum(source: Any, sources: Any, destination: Any, destinations: Any) -> list[int]:
+    """As copy_rows, row by row; the checksum of each row of ``source``, read once more.
+
+    Right after it was copied a row lies in the cache, which what was written goes past. A source
+    that changed before it was copied shows: what it says afterwards is what was copied.
+    """
+    sums = []
+    for theirs, ours in zip(sources.tolist(), destinations.tolist(), strict=True):
+        row = source[theirs]
+        destination[ours] = row
+        sums.append(checksum((row,)))
+    return sums
 
 
 def copy_rows(source: Any, sources: Any, destination: Any, destinations: Any) -> None:
