@@ -89,6 +89,7 @@ class Alone:
         for each in self.said:
             if each["op"] == "part":
                 first, part = each["first"][0], each["statuses"][0]
+            elif each["op"] == "vouched" and each["valid"]:
                 told[first : first + len(part)] = part
         return bytes(told)
 

@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 _REAP_SECONDS = 10.0
 QUEUED_BYTES_MAX = 64 << 20
 """Of messages to a process that does not read them; beyond, it is ended."""
+READ_BYTES = 1 << 20
+"""Of a message before more is read from the socket: what is known of a part's blocks at once."""
 # A megabyte is allocated and freed for every message of bytes: glibc would map and unmap,
 # and so zero, it each time.
 MALLOC = {
@@ -63,7 +65,7 @@ class Child:
                 process = await asyncio.get_running_loop().run_in_executor(
                     None, _popen, module, theirs.fileno(), environment
                 )
-                reader, writer = await asyncio.open_connection(sock=ours)
+                reader, writer = await asyncio.open_connection(sock=ours, limit=READ_BYTES)
             except BaseException:
                 ours.close()
                 raise

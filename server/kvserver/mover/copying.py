@@ -90,7 +90,8 @@ class Task:
         self._stopped = stopped
         self.lease = lease
         self._progress = progress
-        self._told_at = 0.0
+        # What is over sooner is told of at its end.
+        self._told_at = time.monotonic()
 
     def check(self, num_bytes: int = 0) -> None:
         """Before ``num_bytes`` are copied: waits if that is too fast. Raises to end the copy."""

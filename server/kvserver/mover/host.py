@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 
+@cache
 def host_id() -> str:
     """Equal in every process of one boot of one kernel; empty where that is not known.
 

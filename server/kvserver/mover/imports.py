@@ -26,6 +26,8 @@ _GRACE_SECONDS = 1.0
 _STOP_SECONDS = 2.0
 # What the node, when it stops, waits for a process that was killed.
 _END_SECONDS = 15.0
+# Statuses of a part that the peer does not vouch for.
+_LOST = bytes.maketrans(bytes([pb.IMPORT_STATUS_IMPORTED]), bytes([pb.IMPORT_STATUS_FAILED]))
 
 
 class _Process:
@@ -110,6 +112,8 @@ class Imports:
                     elif message["op"] == "found":
                         process.child.send(op="blocks", job=number, ids=came.take(message))
                     elif message["op"] == "part":
+                        came.hear(message)
+                    elif message["op"] == "vouched":
                         yield came.part(message)
                     elif message["op"] == "report":
                         yield came.report(message)
@@ -204,6 +208,7 @@ class _Came:
         # Of parts that counted; and of those of processes before.
         self._blocks = self._bytes = self._blocks_before = self._bytes_before = 0
         self._path = pb.TRANSFER_PATH_UNSPECIFIED
+        self._heard: ImportPart | None = None
 
     @property
     def has_some(self) -> bool:
@@ -259,21 +264,29 @@ class _Came:
             message["path"],
         )
 
-    def part(self, message: Message) -> ImportPart:
-        progress = self.progress(message)
-        self._blocks, self._bytes = progress.num_blocks, progress.num_bytes
-        first = {group: at + self._began[group] for group, at in message["first"].items()}
-        statuses: dict[int, bytes] = message["statuses"]
-        for group, told in statuses.items():
-            self._done[group] = first[group] + len(told)
-        return ImportPart(
-            first,
-            statuses,
+    def hear(self, message: Message) -> None:
+        """A part that counts if it is vouched for, of which the next message is."""
+        self._heard = ImportPart(
+            {group: at + self._began[group] for group, at in message["first"].items()},
+            message["statuses"],
             {
                 group: pb.GroupBlocks.FromString(told).contents
                 for group, told in message["contents"].items()
             },
         )
+
+    def part(self, message: Message) -> ImportPart:
+        """That one."""
+        heard, self._heard = self._heard, None
+        assert heard is not None
+        progress = self.progress(message)
+        self._blocks, self._bytes = progress.num_blocks, progress.num_bytes
+        for group, told in heard.statuses.items():
+            self._done[group] = heard.first[group] + len(told)
+        if message["valid"]:
+            return heard
+        failed = {group: told.translate(_LOST) for group, told in heard.statuses.items()}
+        return ImportPart(heard.first, failed, {})
 
     def report(self, message: Message) -> ImportReport:
         progress = self.progress(message)

@@ -171,13 +171,25 @@ class Job:
             copies = self._copies(part, opened, pool, spans)
             task = self._task(pool, lease, copies)
             self._try_all(task)
+            # Before the peer vouches for it, so that the node reads it meanwhile.
+            self._say(part, task, opened)
         finally:
             try:
                 self._close(lease)
                 valid = True
             except kvclient.errors.KVDepotError as error:
                 self._fail(self._path, f"CloseTransfer: {error.reason}: {error.message}")
-        self._add(part, task, opened, valid=valid)
+        if valid:
+            self._num_blocks += task.num_blocks
+            self._num_bytes += task.num_bytes
+        self._send(
+            op="vouched",
+            job=self._job,
+            valid=valid,
+            blocks=self._num_blocks,
+            bytes=self._num_bytes,
+            path=self._path,
+        )
         self._num_parts += 1
 
     def _close(self, lease: Lease) -> None:
@@ -192,26 +204,22 @@ class Job:
             else:
                 return
 
-    def _add(self, part: Part, task: Task, opened: pb.OpenTransferResponse, *, valid: bool) -> None:
-        """Say what has come of a part."""
-        if valid:
-            self._num_blocks += task.num_blocks
-            self._num_bytes += task.num_bytes
+    def _say(self, part: Part, task: Task, opened: pb.OpenTransferResponse) -> None:
+        """What has come of a part, if the peer vouches for it."""
         statuses, contents = {}, {}
         for copy, answer, (_, hashes, _), (begin, _) in zip(
             task.copies, opened.groups, self._groups, part.ranges, strict=True
         ):
             found = np.frombuffer(answer.statuses, np.uint8)
             told = _TOLD[np.minimum(found, len(_TOLD) - 1)]
-            if valid:
-                came = copy.positions[copy.done]
-                told[came] = pb.IMPORT_STATUS_IMPORTED
-                runs: Sequence[pb.ContentRun] = answer.contents
-                if self._contents and len(came) < num_told(runs):
-                    ready = np.flatnonzero(found == pb.BLOCK_STATUS_READY)
-                    is_done = np.isin(ready, came).tolist()
-                    runs = chosen(runs, [hashes[begin + at] for at in ready], is_done)
-                contents[copy.group] = pb.GroupBlocks(contents=runs).SerializeToString()
+            came = copy.positions[copy.done]
+            told[came] = pb.IMPORT_STATUS_IMPORTED
+            runs: Sequence[pb.ContentRun] = answer.contents
+            if self._contents and len(came) < num_told(runs):
+                ready = np.flatnonzero(found == pb.BLOCK_STATUS_READY)
+                is_done = np.isin(ready, came).tolist()
+                runs = chosen(runs, [hashes[begin + at] for at in ready], is_done)
+            contents[copy.group] = pb.GroupBlocks(contents=runs).SerializeToString()
             statuses[copy.group] = told.tobytes()
         self._send(
             op="part",
@@ -222,9 +230,6 @@ class Job:
             },
             statuses=statuses,
             contents=contents if self._contents else {},
-            blocks=self._num_blocks,
-            bytes=self._num_bytes,
-            path=self._path,
         )
 
     def _seconds_left(self) -> float:
