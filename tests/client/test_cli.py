@@ -244,6 +244,29 @@ def test_drain(tmp_path: Path) -> None:
         assert process.wait(60) == 0
 
 
+_NAMES = ["[/INST]", "[red]a", ":warning:", "a\nb", "\x1b[2J", "\u202ertl"]
+
+
+@pytest.mark.parametrize("name", _NAMES, ids=ascii)
+def test_names_are_shown_as_they_are_and_on_one_line(target: str, name: str) -> None:
+    """Callers choose them: they are no markup, and no commands to a terminal."""
+    plain = name.encode("unicode_escape").decode()
+    with (
+        Client(target) as client,
+        client.open_session(name) as session,
+    ):
+        session.allocate_slots(SlotRequest(name, Content(PROMPT), lookup=True))
+        transfer = client.open_transfer({0: [bytes(32)]}, name=name)
+        for command in ("sessions", "requests", "transfers", "audit"):
+            for columns in (80, 200):
+                result = kvdepot(command, "--server", target, columns=columns)
+                assert result.exit_code == 0
+                assert plain in result.output
+        refused = kvdepot("reset", "--server", target)
+        assert f"session {plain} request {plain} (3 blocks)" in refused.output
+        client.close_transfer(transfer.transfer_id)
+
+
 def test_a_drain_says_what_it_waits_for(tmp_path: Path) -> None:
     flags = ("--mapping-dir", str(tmp_path), "--num-blocks", "9", "--drain-grace-seconds", "20")
     with server(*flags) as (process, target), Client(target) as client:

@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from kvclient.cli.options import json_option, print_json, server_option, waiting
+from kvclient.cli.options import json_option, print_json, server_option, shown, waiting
 from kvclient.cli.sessions import span
 from kvclient.client import Client
 from kvclient.description import FileMapping, KVCacheGroup, PoolDescription
@@ -47,7 +47,7 @@ def audit(target: str, as_json: bool) -> None:
         for violation in report.violations:
             click.echo(violation)
         for holder in report.holders:
-            click.echo(f"in use: {holder}")
+            click.echo(f"in use: {shown(str(holder))}")
         click.echo(
             f"{report.num_blocks_checked} blocks and {report.num_requests_checked} requests "
             f"checked: {len(report.violations)} violations"
@@ -78,13 +78,13 @@ def drain(target: str, as_json: bool) -> None:
     )
     for session in sessions:
         if session.state is SessionState.OPEN:
-            who = session.name or session.session_id
+            who = shown(session.name) or session.session_id
             click.echo(f"session {who} ({session.num_requests} requests)")
     for info in transfers:
         kind = "import" if info.direction is TransferDirection.IN else "transfer"
         click.echo(
-            f"{kind} {info.transfer} ({info.name or 'unnamed'}, {info.num_blocks} blocks, ends "
-            f"within {span(info.lease_remaining_seconds)})"
+            f"{kind} {info.transfer} ({shown(info.name) or 'unnamed'}, {info.num_blocks} blocks, "
+            f"ends within {span(info.lease_remaining_seconds)})"
         )
 
 

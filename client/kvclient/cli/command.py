@@ -7,6 +7,7 @@ import click
 from kvclient.cli.admin import audit, drain, stat
 from kvclient.cli.empty import evict, reset
 from kvclient.cli.imports import import_
+from kvclient.cli.options import shown
 from kvclient.cli.pull import pull
 from kvclient.cli.replay import demo, replay
 from kvclient.cli.serve import serve, unknown_variables
@@ -23,13 +24,13 @@ class _Group(click.Group):
             return super().invoke(ctx)
         except Unavailable as error:
             if error.answered:
-                raise click.ClickException(f"{error.message} ({error.reason})") from error
+                raise click.ClickException(f"{shown(error.message)} ({error.reason})") from error
             raise click.ClickException(
                 "no kvdepot server answers there; start one with `kvdepot serve`, or name it "
-                f"with --server ({error.reason}: {error.message})"
+                f"with --server ({error.reason}: {shown(error.message)})"
             ) from error
         except KVDepotError as error:
-            raise click.ClickException(f"{error.message} ({error.reason})") from error
+            raise click.ClickException(f"{shown(error.message)} ({error.reason})") from error
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from kvclient.cli.options import json_option, print_json, server_option, waiting
+from kvclient.cli.options import json_option, print_json, server_option, shown, waiting
 from kvclient.client import Client
 
 _LEASE_S = 30.0
@@ -65,7 +65,7 @@ def reset(
             f"{result.generation} has begun"
         )
         for holder in result.holders:
-            click.echo(f"still in use, but no hits any more: {holder}")
+            click.echo(f"still in use, but no hits any more: {shown(str(holder))}")
 
 
 class _BlockId(click.ParamType):  # type: ignore[type-arg,unused-ignore]

@@ -8,7 +8,7 @@ from dataclasses import asdict
 import click
 from rich.progress import MofNCompleteColumn, SpinnerColumn, TextColumn
 
-from kvclient.cli.options import json_option, print_json, progress, server_option
+from kvclient.cli.options import json_option, print_json, progress, server_option, shown
 from kvclient.cli.pull import cached_hashes, parse_hash
 from kvclient.client import Client
 from kvclient.errors import Unavailable
@@ -95,7 +95,7 @@ def import_(
         )
     else:
         for failure in result.failures:
-            click.echo(f"{failure.path.name.lower()}: {failure.reason}", err=True)
+            click.echo(f"{failure.path.name.lower()}: {shown(failure.reason)}", err=True)
         for missing in result.missing_parents.values():
             named = ", ".join(block_hash.hex() for block_hash in missing[:_PARENTS_SHOWN])
             num_more = len(missing) - _PARENTS_SHOWN

@@ -47,6 +47,20 @@ def seed_option(function: Function) -> Function:
     )(function)
 
 
+def shown(text: str) -> str:
+    """``text`` that a client or a peer chose, for a terminal: on one line, and no command to it."""
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )
+
+
+def plain_console() -> Console:
+    """Writes what is given to it, also where that looks like rich's markup: a request may be
+    called ``[/INST]``.
+    """
+    return Console(markup=False, emoji=False, highlight=False)
+
+
 def print_json(value: dict[str, Any]) -> None:
     """``value`` on standard output."""
     click.echo(json.dumps(value, indent=2))

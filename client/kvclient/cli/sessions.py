@@ -7,11 +7,10 @@ from dataclasses import asdict
 
 import click
 from rich import box
-from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from kvclient.cli.options import json_option, print_json, server_option
+from kvclient.cli.options import json_option, plain_console, print_json, server_option, shown
 from kvclient.client import Client
 from kvclient.reports import RequestInfo, SessionInfo, SessionState
 
@@ -105,7 +104,7 @@ def _sessions_table(found: tuple[SessionInfo, ...]) -> Table:
     for info in found:
         table.add_row(
             info.session_id,
-            info.name,
+            shown(info.name),
             info.state.name.lower(),
             f"{span(info.age_seconds)} ago",
             _lease(info),
@@ -122,7 +121,7 @@ def _short_sessions_table(found: tuple[SessionInfo, ...]) -> Table:
     for info in found:
         is_over = info.state is SessionState.DEPARTED
         lease = "over" if is_over else span(info.lease_remaining_seconds)
-        table.add_row(info.session_id[:_SHORT], info.name, lease, *_counts(info))
+        table.add_row(info.session_id[:_SHORT], shown(info.name), lease, *_counts(info))
     return table
 
 
@@ -148,9 +147,9 @@ def _requests_table(found: list[RequestInfo]) -> Table:
     for info in found:
         table.add_row(
             info.session_id,
-            info.request_id,
+            shown(info.request_id),
             info.state.name.lower(),
-            info.lora_name or "",
+            shown(info.lora_name or ""),
             f"{info.num_tokens:,}",
             f"{info.num_prompt_tokens:,}",
             f"{info.num_computed_tokens:,}",
@@ -165,7 +164,7 @@ def _short_requests_table(found: list[RequestInfo]) -> Table:
     for info in found:
         table.add_row(
             info.session_id[:_SHORT],
-            info.request_id,
+            shown(info.request_id),
             info.state.name.lower(),
             f"{info.num_tokens:,}",
             f"{info.num_computed_tokens:,}",
@@ -194,7 +193,7 @@ _SHORT = 8
 
 def print_table(full: Table, short: Table) -> None:
     """``full`` if the terminal is wide enough for it, else ``short``."""
-    console = Console()
+    console = plain_console()
     unbounded = console.options.update(max_width=1 << 16)
     fits = Measurement.get(console, unbounded, full).maximum <= console.width
     console.print(full if fits else short)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 
 import click
-from rich.console import Console
 from rich.table import Table
 
-from kvclient.cli.options import json_option, print_json, server_option
+from kvclient.cli.options import json_option, plain_console, print_json, server_option, shown
 from kvclient.cli.sessions import plain_table, span
 from kvclient.client import Client
 from kvclient.reports import TransferDirection, TransferInfo
@@ -30,7 +29,7 @@ def transfers(target: str, as_json: bool) -> None:
         listed = [asdict(info) | {"direction": info.direction.name.lower()} for info in found]
         print_json({"transfers": listed})
     elif found:
-        Console().print(_table(found))
+        plain_console().print(_table(found))
     else:
         click.echo("no transfer is open, no import runs")
 
@@ -46,7 +45,7 @@ def _table(found: tuple[TransferInfo, ...]) -> Table:
         table.add_row(
             info.transfer,
             info.direction.name.lower(),
-            info.name,
+            shown(info.name),
             f"{span(info.age_seconds)} ago",
             span(info.lease_remaining_seconds),
             f"{info.num_blocks:,}",
