@@ -15,6 +15,8 @@ from kvcore.spec import DepotConfig
 # Reading a member off its enum costs 0.1 us and more on Python 3.11.
 _RUNNING = RequestStatus.RUNNING
 
+STEP_MAX = (1 << 63) - 1
+
 
 class DetachedBlocks(NamedTuple):
     """Blocks of a request that is over, in table order, and what its extra keys were."""
@@ -52,11 +54,13 @@ class Session:
     def begin(self, step: int | None, completed_step: int | None) -> None:
         """A call of ``step`` comes in; the writes of ``completed_step`` have ended.
 
-        Without the two, every call completes the step before it.
+        Without the two, every call completes the step before it; but of a session that has
+        named steps, which may be in flight, it is one more of the present step.
         """
         view = self.view
+        if step is None and completed_step is None and self.names_steps:
+            step, completed_step = view.step, view.completed_step
         if step is None and completed_step is None:
-            self.names_steps = False
             view.begin_step(view.step + 1, view.step, is_synchronous=True)
             self.manager.new_step_starts()
             self.later = self._later if self._finishes_late else None
@@ -69,10 +73,13 @@ class Session:
                 f"completed_step {completed_step} is beyond step {step}",
                 field="context.completed_step",
             )
+        if step > STEP_MAX:
+            raise InvalidArgument(f"a step is at most {STEP_MAX}", field="context.step")
         if step < view.step or completed_step < view.completed_step:
+            unnamed = "" if self.names_steps else "; each call before, which named none, was one"
             raise InvalidArgument(
                 f"steps only rise: step {step}, completed {completed_step} after "
-                f"step {view.step}, completed {view.completed_step}",
+                f"step {view.step}, completed {view.completed_step}{unnamed}",
                 field="context.step" if step < view.step else "context.completed_step",
             )
         self.names_steps = True

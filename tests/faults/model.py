@@ -186,7 +186,8 @@ class Model:
 
     def _begin(self, session: Session, context: Any) -> None:
         if not context.HasField("step") and not context.HasField("completed_step"):
-            session.names_steps = False
+            if session.names_steps:  # they may be in flight: it is one more of the present one
+                return
             self._enter(session, session.step + 1, session.step)
             session.last_use = session.completed  # what runs in it begins after what is freed
             return

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import grpc
+import pytest
 
-from kvdepot.v1 import cache_pb2
+from kvdepot.v1 import admin_pb2, cache_pb2
 from serving import Serve, Served, refused, tokens
 
 PROMPT = tokens(*range(1, 11))
@@ -94,6 +95,49 @@ def test_steps_only_go_on(served: Served) -> None:
 
     assert "completed_step" in code_of(step=6)
     assert "step" in code_of(completed_step=5)
+
+
+def test_calls_that_named_no_step_were_steps(served: Served) -> None:
+    scheduler = served.open()
+    scheduler.free("nobody")
+    with pytest.raises(grpc.RpcError, match="each call before, which named none, was one"):
+        scheduler.free("nobody", step=0, completed_step=0)
+    scheduler.free("nobody", step=1, completed_step=0)
+
+
+def test_a_call_that_names_no_step_ends_none_that_is_in_flight(served: Served) -> None:
+    """A scheduler that pipelines forgot the two, say for a reset: its steps still run."""
+    ahead, other = served.open("ahead"), served.open("other")
+    ahead.admit("a", PROMPT, step=4, completed_step=2)
+    ahead.admit("b", tokens(50, 51, 52, 53, 54), step=4, completed_step=2)
+    ahead.free("b", step=4, completed_step=2)
+    held = served.stats().blocks.quarantined
+    assert held == 2
+    ahead.lookup("c", PROMPT)
+    ahead.free("c")
+    assert served.stats().blocks.quarantined == held
+    assert other.lookup("not yet", PROMPT).num_computed_tokens == 0
+    # Nor does it move the sequence of steps.
+    ahead.lookup("d", PROMPT, step=4, completed_step=3)
+    ahead.lookup("d", step=5, completed_step=4)
+    assert served.stats().blocks.quarantined == 0
+    assert other.lookup("now", PROMPT).num_computed_tokens == 8
+    served.assert_clean()
+
+
+def test_the_largest_step_can_be_listed(served: Served) -> None:
+    scheduler = served.open()
+    last = (1 << 63) - 1
+    for too_large in (last + 1, (1 << 64) - 1):
+        detail = refused(
+            lambda step=too_large: scheduler.free("nobody", step=step, completed_step=step),
+            grpc.StatusCode.INVALID_ARGUMENT,
+        )
+        assert detail.field == "context.step"
+    scheduler.free("nobody", step=last, completed_step=last)
+    scheduler.free("nobody")
+    (listed,) = served.admin.ListSessions(admin_pb2.ListSessionsRequest()).sessions
+    assert (listed.step, listed.completed_step) == (last, last)
 
 
 def test_request_ids_are_the_sessions_own(served: Served) -> None:
