@@ -176,7 +176,7 @@ class KVCacheManager:
 
         ``num_tokens_max``: the longest hit of at most so many tokens.
         """
-        num_lookup_tokens = request.num_tokens - 1
+        num_lookup_tokens = max(request.num_tokens - 1, 0)  # one may be cut off to nothing
         if num_tokens_max is not None:
             # An EAGLE group must see the block that it drops.
             num_lookup_tokens = min(num_lookup_tokens, num_tokens_max + self._eagle_block_size)

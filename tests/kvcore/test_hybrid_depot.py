@@ -160,6 +160,22 @@ def test_groups_of_other_block_sizes() -> None:
     assert result.hit_blocks == ([1, 2], [0, 0, 0, 7])
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param(window(6), id="window"),
+        *(pytest.param(mamba(mode), id=mode) for mode in ("none", "all", "align")),
+    ],
+)
+def test_what_is_cut_off_to_nothing_hits_nothing(spec: KVCacheSpec) -> None:
+    depot = open_depot(full(), spec)
+    session = depot.open_session("")
+    depot.get_computed_blocks(session, "a", content(PROMPT))
+    hit = depot.get_computed_blocks(session, "a", content([]))
+    assert session.requests["a"].num_tokens == 0
+    assert (hit.num_computed_tokens, hit.num_uncached_common_prefix_tokens) == (0, 0)
+
+
 def test_truncation_needs_the_window_that_it_goes_back_to() -> None:
     depot = open_depot(full(), window(6))
     session = depot.open_session("s")
