@@ -187,6 +187,7 @@ class CacheService:
         self, context: Context, counts: RpcCounts, task: asyncio.Task[None]
     ) -> None:
         unread, reading, read = self._rpcs.unread, self._reading, context.read
+        parse = self._rpcs.parser(pb.StepRequest)
         while not self._node.draining_streams:
             reading.add(task)
             try:
@@ -202,7 +203,7 @@ class CacheService:
             began = perf_counter()
             try:
                 unread.require_room(context)
-                request = pb.StepRequest.FromString(raw)
+                request = parse(raw)
                 reply = self._node.call("Step", self._step, request, finish=False)
             except Exception as error:
                 failed = self._rpcs.failure(error, counts.method)

@@ -17,6 +17,7 @@ from google.protobuf.message import Message
 
 from kvcore.errors import ResourceExhausted
 from kvserver.errors import Failure, failure
+from kvserver.fields import FIELD_BYTES_MIN, FIELDS_FEW, require_few_fields
 from kvserver.unread import LARGE_BYTES, SMALL, UnreadReplies
 
 Request = TypeVar("Request", bound=Message)
@@ -53,13 +54,21 @@ class RpcCounts:
 class Rpcs:
     """Makes the handlers of one server; ``counts`` holds one entry a method."""
 
-    def __init__(self, epoch: str, *, streams_max: int, unread_bytes_max: float = math.inf) -> None:
+    def __init__(
+        self,
+        epoch: str,
+        *,
+        streams_max: int,
+        unread_bytes_max: float = math.inf,
+        message_bytes_max: float = math.inf,
+    ) -> None:
         self.counts: dict[str, RpcCounts] = {}
         # Open now, of all methods together.
         self.num_streams = 0
         self._streams_max = streams_max
         self._epoch = epoch
         self.unread = UnreadReplies(unread_bytes_max)
+        self._fields_max = max(FIELDS_FEW, message_bytes_max / FIELD_BYTES_MIN)
 
     def stream(self) -> AbstractContextManager[None]:
         """One more stream, open until the context ends. ResourceExhausted if it is too many."""
@@ -83,6 +92,18 @@ class Rpcs:
         """The status of ``error`` in a call of ``method``."""
         return failure(error, method=method, epoch=self._epoch)
 
+    def parser(self, message: type[Request]) -> Callable[[bytes], Request]:
+        """Reads messages. ResourceExhausted for one of too many fields."""
+        parse, descriptor, fields_max = message.FromString, message.DESCRIPTOR, self._fields_max
+        few_bytes = 2 * fields_max  # each field has two at least
+
+        def read(raw: bytes) -> Request:
+            if len(raw) > few_bytes:
+                require_few_fields(raw, descriptor, int(fields_max))
+            return parse(raw)
+
+        return read
+
     def count(self, method: str) -> RpcCounts:
         """The counts of ``method``."""
         return self.counts.setdefault(method, RpcCounts(method))
@@ -96,7 +117,7 @@ class Rpcs:
         """A unary RPC that ``answer`` answers, with serialized bytes."""
         may_be_large = method not in SMALL
         counts, unread = self.count(method), self.unread
-        parse = request.FromString
+        parse = self.parser(request)
 
         async def call(raw: bytes, context: Context) -> bytes:
             began = perf_counter()
@@ -128,7 +149,7 @@ class Rpcs:
     ) -> Handler:
         """A server-streaming RPC; ``serve`` writes serialized bytes to the context."""
         counts = self.count(method)
-        parse = request.FromString
+        parse = self.parser(request)
 
         async def call(raw: bytes, context: Context) -> None:
             began = perf_counter()

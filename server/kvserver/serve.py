@@ -109,6 +109,7 @@ class Server:
             depot.epoch,
             streams_max=config.max_concurrent_streams,
             unread_bytes_max=config.max_unread_bytes,
+            message_bytes_max=config.max_message_bytes,
         )
         self._cache = cache.CacheService(
             self.node, self._rpcs, step_operations_max=config.max_step_operations

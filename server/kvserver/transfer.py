@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Sequence
 
 from google.protobuf.message import Message
 
-from kvcore.depot import check_name
+from kvcore.depot import Depot, check_name
 from kvcore.errors import InvalidArgument
 from kvcore.import_job import Import
 from kvcore.session import Session
@@ -103,7 +103,7 @@ class TransferService:
         def opening() -> Generator[Transfer, None, Transfer]:
             session = self._session_of(request)
             if session is None:
-                groups = _groups(request.groups)
+                groups = _groups(request.groups, depot)
                 return (
                     yield from depot.transfers.opening_hashes(request.name, groups, limit=limit)
                 )
@@ -195,7 +195,7 @@ class TransferService:
         session = self._session_of(request)
         found: Import
         if session is None:
-            groups = _groups(request.groups)
+            groups = _groups(request.groups, node.depot)
             found = await node.imports.begin(imports.beginning_hashes(request.peer, groups))
         else:
             found = imports.begin_request(request.peer, session, request.request.request_id)
@@ -234,5 +234,6 @@ class TransferService:
 _PATHS = frozenset(pb.TransferPath.values()) - {pb.TRANSFER_PATH_UNSPECIFIED}
 
 
-def _groups(messages: Iterable[pb.GroupHashes]) -> list[GroupHashes]:
-    return [GroupHashes(message.group, list(message.block_hashes)) for message in messages]
+def _groups(messages: Sequence[pb.GroupHashes], depot: Depot) -> list[GroupHashes]:
+    few = messages[: len(depot.config.kv_cache.groups) + 1]  # more name one twice: these, too
+    return [GroupHashes(message.group, list(message.block_hashes)) for message in few]
