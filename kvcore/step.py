@@ -188,8 +188,8 @@ class _StepRun:
                     result = SlotResult(self._invalid(error))
                 else:
                     self._spend(result.num_new_tokens)
-                    self._spend_blocks(slots.request_id)
                     self.refused = self.refused or result.outcome is Outcome.NO_FIT
+                self._spend_blocks(self.session.requests.get(slots.request_id))
                 self.admissions.append(result)
                 if result.outcome is not Outcome.OK:
                     self._refuse()
@@ -248,6 +248,7 @@ class _StepRun:
                     outcome = self._grow_one(request, position, tokens, lookahead)
                 except KVDepotError as error:
                     outcome = self._invalid(error, position - first)
+                    self._spend_blocks(request)
                 if outcome is _OK:
                     self._spend(num_new)
                 else:
@@ -272,6 +273,8 @@ class _StepRun:
             offset, num_appended = self.grow_offsets[position], self.grow_appended[position]
             if offset < 0:
                 raise InvalidArgument(f"offset {offset} is negative", field="grow.token_offsets")
+            if self.blocks_left <= 0 and offset != request.num_tokens:
+                return _NO_BUDGET  # what is cut off is looked at block by block
             if (
                 later is not None
                 and offset == request.num_tokens
@@ -361,11 +364,15 @@ class _StepRun:
         if self.budget is not None:
             self.budget -= num_tokens
 
-    def _spend_blocks(self, request_id: str) -> None:
-        """An admission costs all the blocks that its request has, or would have."""
-        config, request = self.depot.config, self.session.requests[request_id]
-        num_groups = len(config.kv_cache.groups)
-        self.blocks_left -= 1 + num_groups * (request.num_tokens // config.hash_block_size)
+    def _spend_blocks(self, request: Request | None) -> None:
+        """An admission, and what is refused as wrong, costs all the blocks that its request
+        has, or would have: it may have looked at each.
+        """
+        self.blocks_left -= 1
+        if request is not None:
+            config = self.depot.config
+            num_groups = len(config.kv_cache.groups)
+            self.blocks_left -= num_groups * (request.num_tokens // config.hash_block_size)
 
     def _refuse(self) -> None:
         if self.step.on_no_fit_stop:

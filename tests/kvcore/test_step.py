@@ -284,3 +284,39 @@ def test_one_request_may_have_more_blocks_than_a_step_deals_with() -> None:
     step = Step([(ADMIT, 2)], admissions=[new("a", 0, 40), new("b", 100, 101)])
     result = apply(depot, session, step)
     assert [a.outcome for a in result.admissions] == [Outcome.OK, Outcome.NO_BUDGET]
+
+
+def test_wrong_admissions_cost_what_they_looked_at() -> None:
+    """Else a Step of them would hold up all other sessions for minutes."""
+    depot = make_depot(40, max_step_blocks=12)
+    session = depot.open_session("")
+    wrong = SlotRequest("r", content(range(17)), lookup=True, num_external_computed_tokens=99)
+    unknown = SlotRequest("nobody")
+    step = Step([(ADMIT, 5)], on_no_fit_stop=False, admissions=[unknown, *[wrong] * 4])
+    result = apply(depot, session, step)
+    assert [admission.outcome for admission in result.admissions] == [
+        *(Outcome.INVALID, Outcome.INVALID, Outcome.INVALID, Outcome.INVALID),
+        Outcome.NO_BUDGET,
+    ]
+    assert [error.index for error in result.errors] == [0, 1, 2, 3]
+
+
+def test_refused_cuts_cost_what_they_looked_at() -> None:
+    depot = make_depot(40, max_step_blocks=12)
+    one, two = depot.open_session("one"), depot.open_session("two")
+    admitted = apply(depot, one, Step([(ADMIT, 1)], admissions=[new("r", 0, 17)]))
+    depot.cache_blocks(one, "r", None, 17)
+    apply(depot, two, Step([(ADMIT, 1)], admissions=[new("q", 0, 17)]))
+    handle = admitted.admissions[0].handle
+
+    def cut(num: int, offset: int) -> StepResult:
+        columns = Grow(
+            int32(*[handle] * num), int32(*[0] * num), int32(*[1] * num),
+            int32(*[offset] * num), int32(*[1] * num), token_bytes([500] * num),
+        )  # fmt: skip
+        return apply(depot, one, Step([(GROW, num)], on_no_fit_stop=False, grow=columns))
+
+    result = cut(5, 1)
+    assert [error.error.reason for error in result.errors] == ["SHARED_BLOCK"] * 3
+    assert list(result.grow_outcomes) == [Outcome.INVALID] * 3 + [Outcome.NO_BUDGET] * 2
+    assert one.requests["r"].num_tokens == 17
