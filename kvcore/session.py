@@ -218,6 +218,7 @@ class Session:
         managers = self.manager.coordinator.managers
         unwritten: set[int] = set()
         lost: set[bytes] = set()
+        is_shared = False
         for manager in managers:
             step, first = manager.registered.get(request.request_id, (-1, 0))
             if step != request.registered_step:
@@ -227,9 +228,11 @@ class Session:
             for block in manager.req_to_blocks.get(request.request_id, ())[first:]:
                 if block.block_hash is not None:
                     unwritten.add(block.block_id)
+                    is_shared = is_shared or block.ref_cnt > 1
                     lost.add(block.block_hash)
                     pool.forget(block)
-        for other in self.requests if unwritten else ():
+        # To look through all tables would take a long time, and mostly in vain.
+        for other in self.requests if is_shared else ():
             # A window may have passed the block already, so one group speaks for all.
             tainted = min(
                 (
@@ -251,7 +254,8 @@ class Session:
         num_lost = 0
         while num_lost < len(lost):
             num_lost = len(lost)
-            for block in self.view.pending_blocks():
+            # What builds on it was registered with it, or later.
+            for block in self.view.pending_blocks(request.registered_step):
                 run = block.content
                 if run is not None and run.parent_of(block.content_position) in lost:
                     assert block.block_hash is not None

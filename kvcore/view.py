@@ -84,14 +84,17 @@ class PoolView:
             block.pending = pending
         pending.blocks += blocks
 
-    def pending_blocks(self) -> list[KVCacheBlock]:
-        """Those that this view registered and whose bytes are not known to be written."""
-        return [
-            block
-            for pending in self._pending
-            for block in pending.blocks
-            if block.pending is pending
-        ]
+    def pending_blocks(self, first_step: int = 0) -> list[KVCacheBlock]:
+        """Those that this view registered, from a step on, and whose bytes are not known to be
+        written.
+        """
+        found: list[KVCacheBlock] = []
+        for pending in reversed(self._pending):
+            if pending.step < first_step:
+                break
+            pending.blocks = [block for block in pending.blocks if block.pending is pending]
+            found += pending.blocks
+        return found
 
     def hold(self, blocks: list[KVCacheBlock]) -> None:
         """Blocks freed now, which a step that has not completed may still use."""

@@ -109,3 +109,23 @@ def test_what_builds_on_a_request_that_did_not_run_is_no_hit(mode: FreeMode) -> 
     hit = depot.get_computed_blocks(other, "q", content(range(30)))
     assert hit.num_computed_tokens == 0
     assert check(depot) == []
+
+
+def test_a_copy_that_was_not_written_takes_nothing_from_one_that_was() -> None:
+    """What builds on the content was registered before the copy that is given up."""
+    depot = make_depot(20)
+    session = depot.open_session("")
+    session.begin(1, 0)
+    admit(depot, session, "r")
+    session.begin(2, 0)
+    copy = Content(tokens=token_bytes(range(21)), skip_reading_prefix_cache=True)
+    assert depot.allocate_slots(session, SlotRequest("copy", copy)).new_blocks == (
+        [7, 8, 9, 10, 11, 12],
+    )
+    depot.free(session, "copy", FreeMode.FINISH, did_not_run=True)
+    hit = depot.get_computed_blocks(session, "again", content(range(21)))
+    assert hit.blocks == ([1, 2, 3, 4, 5],)
+    session.begin(2, 2)
+    other = depot.open_session("other")
+    assert depot.get_computed_blocks(other, "again", content(range(21))).num_computed_tokens == 20
+    assert check(depot) == []
