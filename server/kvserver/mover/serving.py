@@ -11,7 +11,7 @@ import logging
 import struct
 import sys
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -109,8 +109,18 @@ class Serving:
                 retryable=True,
             )
         self._num_pulls += 1
-        watch = StallWatch(context, self._stall_seconds)
-        pull = asyncio.ensure_future(self._pull(request, ids, context, watch))
+        try:
+            # Before anything can be cut off: a status cannot follow metadata on their way.
+            await context.send_initial_metadata(())
+            if transfer.closed:
+                raise _closed()
+            await self._run(transfer, self._pull(request, ids, context))
+        finally:
+            self._num_pulls -= 1
+
+    async def _run(self, transfer: _Transfer, pulling: Coroutine[Any, Any, None]) -> None:
+        """Until it is done, or the transfer is closed."""
+        pull = asyncio.ensure_future(pulling)
         transfer.pulls.add(pull)
         try:
             await pull
@@ -119,39 +129,32 @@ class Serving:
                 raise
             raise _closed() from None
         finally:
-            watch.close()
             transfer.pulls.discard(pull)
-            self._num_pulls -= 1
 
-    async def _pull(
-        self,
-        request: pb.PullBlocksRequest,
-        ids: array[int],
-        context: Context,
-        watch: StallWatch,
-    ) -> None:
-        # Alone: a status cannot follow a first message that is cut off while it carries them.
-        await context.send_initial_metadata(())
+    async def _pull(self, request: pb.PullBlocksRequest, ids: array[int], context: Context) -> None:
         group, store = request.group, self._store
         size = store.block_bytes[group]
         limit = CHECKSUMS_ONLY_BYTES if request.checksums_only else MESSAGE_BYTES
         step = max(1, min(MESSAGE_BLOCKS_MAX, limit // max(1, size)))
         summed = _Summed(partial(self._summed, request.transfer_id))
-        for first in range(0, len(ids), step):
-            some = ids[first : first + step]
-            data_bytes = 0 if request.checksums_only else len(some) * size
-            if delay := self._bucket.delay(data_bytes):
-                await asyncio.sleep(delay)
-            store.check()
-            blocks = store.blocks(group, some)
-            sums = []
-            if request.checksums or request.checksums_only:
-                sums = [checksum(pages) for pages in blocks]
-                summed.add(some, sums)
-            pages = [] if request.checksums_only else [page for block in blocks for page in block]
-            message = frame(first, len(some), pages, sums)
-            await watch.write(message)
-            self.num_sent_bytes += data_bytes
+        with contextlib.closing(StallWatch(context, self._stall_seconds)) as watch:
+            for first in range(0, len(ids), step):
+                some = ids[first : first + step]
+                data_bytes = 0 if request.checksums_only else len(some) * size
+                if delay := self._bucket.delay(data_bytes):
+                    await asyncio.sleep(delay)
+                store.check()
+                blocks = store.blocks(group, some)
+                sums = []
+                if request.checksums or request.checksums_only:
+                    sums = [checksum(pages) for pages in blocks]
+                    summed.add(some, sums)
+                pages = (
+                    [] if request.checksums_only else [page for block in blocks for page in block]
+                )
+                message = frame(first, len(some), pages, sums)
+                await watch.write(message)
+                self.num_sent_bytes += data_bytes
         summed.tell()
 
     async def _transfer(self, transfer_id: str) -> _Transfer:
