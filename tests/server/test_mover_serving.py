@@ -144,6 +144,15 @@ def test_the_nodes_word_of_a_transfer_may_come_after_the_peer(
     (message,) = wire.pull()
     assert message.num_blocks == len(READY)
     node.loop.call(lambda: node.handle.close_transfer("t"))
+
+    def is_closed() -> bool:
+        """The node's word of that may come later still."""
+        try:
+            return not wire.pull()
+        except grpc.RpcError:
+            return True
+
+    eventually(is_closed)
     detail = refused(wire.pull, grpc.StatusCode.NOT_FOUND)
     assert detail.reason == "UNKNOWN_TRANSFER"
 
