@@ -19,8 +19,7 @@ from kvcore.errors import (
     NotFound,
     ResourceExhausted,
 )
-from kvcore.events import BlockStored
-from kvcore.feed import Entry
+from kvcore.feed import Entry, StoredBlocks
 from kvcore.hashing import SCHEMES, make_scheme
 from kvcore.holders import BlockHolder, block_holders, explained, largest
 from kvcore.imports import Imports, import_running
@@ -386,8 +385,8 @@ class Depot:
         """Content that everybody can read now, or no longer, since the last call."""
         return self.pool.truth_feed.take()
 
-    def snapshot(self) -> list[BlockStored]:
-        """All readable content, a block each, a parent before its children."""
+    def snapshot(self) -> list[StoredBlocks]:
+        """All readable content, a parent before its children. Costs time per block."""
         return snapshot(self.pool)
 
     def stats(self) -> DepotStats:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from kvdepot.v1 import event_pb2 as pb
 from kvserver.node import Node
 from kvserver.rpc import Context, Handler, Rpcs
+
+# Between two snapshots, each of which takes some hundred milliseconds of a large pool.
+_TURN_SECONDS = 0.02
 
 SERVICE = pb.DESCRIPTOR.services_by_name["KVEventService"].full_name
 
@@ -15,6 +20,7 @@ class EventService:
     def __init__(self, node: Node, rpcs: Rpcs) -> None:
         self._node = node
         self._rpcs = rpcs
+        self._turns = asyncio.Lock()
 
     def handlers(self) -> dict[str, Handler]:
         """The service's methods by name."""
@@ -23,6 +29,8 @@ class EventService:
 
     async def _stream(self, request: pb.StreamEventsRequest, context: Context) -> None:
         publisher = self._node.publisher
+        if request.snapshot:
+            await self._turn()
         # Subscribing and the snapshot are one synchronous section: no event falls between.
         subscriber, first = publisher.subscribe(
             epoch=request.epoch,
@@ -39,3 +47,8 @@ class EventService:
                 await context.write(await subscriber.next())
         finally:
             publisher.unsubscribe(subscriber)
+
+    async def _turn(self) -> None:
+        """Between two snapshots all that waits is answered, however many are asked for at once."""
+        async with self._turns:
+            await asyncio.sleep(_TURN_SECONDS)

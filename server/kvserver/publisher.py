@@ -160,7 +160,7 @@ class Publisher:
             subscriber.end(Unavailable("the server is stopping", reason="DRAINING", retryable=True))
         self._subscribers.clear()
 
-    def snapshot_messages(self, stored: Sequence[BlockStored]) -> Iterator[bytes]:
+    def snapshot_messages(self, stored: Iterable[StoredBlocks | BlockStored]) -> Iterator[bytes]:
         """The index as messages; taken and numbered at this moment, encoded as read."""
         sequence, now = self.next_sequence, time.time()
         taken = list(batches(stored, sequence)) or [Batch(sequence, 0, 0, now, ())]

@@ -15,8 +15,10 @@ from kvcore.errors import (
     ResourceExhausted,
 )
 from kvcore.events import AllBlocksCleared, BlockRemoved, BlockStored
+from kvcore.feed import events_of
 from kvcore.hashing import ExtraKeys
 from kvcore.operation import Content, FreeMode, Outcome, SlotRequest, SlotResult
+from kvcore.reset import ResetMode
 from kvcore.session import Session
 from kvcore.transfer import GroupHashes
 
@@ -115,6 +117,23 @@ def test_hit_changed_between_lookup_and_allocation() -> None:
     assert depot.audit() == []
 
 
+def test_a_snapshot_is_few_objects_until_it_is_read() -> None:
+    """Nobody else has a turn while it is taken."""
+    depot = make_depot(200)
+    session = depot.open_session("")
+    for name, first in (("a", 0), ("b", 1)):
+        admit(depot, session, name, range(first, first + 4 * 64))
+        session.begin(None, None)
+    entries = depot.snapshot()
+    assert [len(entry) for entry in entries] == [32, 32, 32, 32]
+    # What it says was so when it was taken.
+    told = list(events_of(entries))
+    depot.free(session, "a", FreeMode.FINISH, did_not_run=False)
+    depot.reset_prefix_cache(ResetMode.FORCE)
+    assert list(events_of(entries)) == told
+    assert depot.snapshot() == []
+
+
 def test_duplicate_content_is_told_once() -> None:
     depot = make_depot(20)
     session = depot.open_session("")
@@ -148,7 +167,7 @@ def test_snapshot_has_parents_first() -> None:
     admit(depot, session, "b", range(5))
     session.begin(None, None)
     seen: set[bytes] = set()
-    for event in depot.snapshot():
+    for event in events_of(depot.snapshot()):
         assert event.parent_block_hash is None or event.parent_block_hash in seen
         seen.update(event.block_hashes)
     assert len(seen) == 10
@@ -175,7 +194,8 @@ def test_what_was_confirmed_stays_a_hit() -> None:
     depot.allocate_slots(session, SlotRequest("a", content(PROMPT), lookup=True))
     depot.cache_blocks(session, "a", None, 8)
     depot.free(session, "a", FreeMode.FINISH, did_not_run=True)
-    assert len(depot.snapshot()) == 2
+    (both,) = depot.snapshot()
+    assert len(both) == 2
     assert depot.audit() == []
 
 

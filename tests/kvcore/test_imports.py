@@ -23,6 +23,7 @@ from kvcore.content_run import ContentRun
 from kvcore.depot import Depot
 from kvcore.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 from kvcore.events import BlockStored
+from kvcore.feed import events_of
 from kvcore.hashing import ExtraKeys
 from kvcore.import_job import Import, ImportStatus, Ready
 from kvcore.operation import FreeMode, Outcome, SlotRequest
@@ -122,7 +123,7 @@ def test_what_came_is_a_hit_told_as_any_and_evicted_tail_first() -> None:
         ([block_hash], content.parent_hash, content.tokens, [None])
         for block_hash, content in zip(hashes, contents, strict=True)
     ]
-    assert depot.snapshot() == events
+    assert list(events_of(depot.snapshot())) == events
     hit = depot.get_computed_blocks(depot.open_session(""), "a", content(range(13)))
     assert (hit.num_computed_tokens, hit.blocks) == (12, ([1, 2, 3],))
 

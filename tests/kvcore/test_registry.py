@@ -10,6 +10,7 @@ import kvcore.single_type.registry as registry
 from building import content, full, groups_config
 from kvcore.depot import Depot
 from kvcore.errors import InvalidArgument
+from kvcore.feed import events_of
 from kvcore.operation import FreeMode, Outcome, SlotRequest
 from kvcore.single_type import (
     FullAttentionManager,
@@ -68,7 +69,10 @@ def test_a_spec_of_ones_own_is_served(registered: None) -> None:
     slots = SlotRequest("a", content([10], 10), num_computed_tokens=10, num_new_tokens=1)
     assert depot.allocate_slots(session, slots).outcome is Outcome.OK
     assert session.manager.get_block_ids("a") == ([1, 2, 3], [4, 0, 6])
-    assert {event.spec_kind for event in depot.snapshot()} == {"full_attention", "first_block"}
+    assert {event.spec_kind for event in events_of(depot.snapshot())} == {
+        "full_attention",
+        "first_block",
+    }
     hit = SlotRequest("b", content(range(10)), lookup=True)
     assert depot.allocate_slots(session, hit).hit_blocks == ([1, 2], [4, 5])
     for request_id in "ab":

@@ -24,6 +24,7 @@ from kvcore.check import check
 from kvcore.depot import Depot
 from kvcore.errors import FailedPrecondition
 from kvcore.events import AllBlocksCleared, BlockRemoved, BlockStored
+from kvcore.feed import events_of
 from kvcore.hashing import ExtraKeys
 from kvcore.operation import Content, FreeMode, Outcome, SlotRequest
 from kvcore.request import Request, RequestStatus
@@ -328,7 +329,7 @@ class Sessions(RuleBasedStateMachine):
             elif isinstance(event, BlockRemoved):
                 assert self.mirror.issuperset(_names(event))
                 self.mirror.difference_update(_names(event))
-        ready = [name for event in self.depot.snapshot() for name in _names(event)]
+        ready = [name for event in events_of(self.depot.snapshot()) for name in _names(event)]
         assert sorted(ready) == sorted(self.mirror)
 
     @invariant()
