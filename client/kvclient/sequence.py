@@ -9,9 +9,19 @@ import time
 from collections import deque
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import grpc
+
 from kvclient import convert
 from kvclient.calls import Call
-from kvclient.errors import FailedPrecondition, KVDepotError, ResourceExhausted, Unavailable
+from kvclient.errors import (
+    FailedPrecondition,
+    InternalError,
+    KVDepotError,
+    ResourceExhausted,
+    Unavailable,
+    stream_ended,
+    unanswered,
+)
 
 Result = TypeVar("Result")
 
@@ -149,3 +159,28 @@ def unsettled(error: KVDepotError) -> Unavailable:
         reason="UNSETTLED",
         retryable=True,
     )
+
+
+def may_follow(flights: deque[Flight[Any]], connection: Any, num_max: int) -> bool:
+    """Whether another call may follow these on ``connection``, or they must be settled first."""
+    if not flights:
+        return True
+    return (
+        len(flights) < num_max
+        and connection is not None
+        and not connection.is_over
+        and flights[0].sent_on is connection
+        and flights[-1].sent_on is connection
+    )
+
+
+def checked_reply(reply: Any, flight: Flight[Any], *, closed: bool) -> Any:
+    """What came on a stream: the reply to ``flight``, or else, raised, how the stream ended."""
+    if reply is None:
+        raise stream_ended()
+    if isinstance(reply, grpc.RpcError):
+        raise unanswered(reply, closed=closed)
+    op_seq = flight.call.request.context.op_seq
+    if reply.op_seq != op_seq:
+        raise InternalError(f"asked {op_seq}, answered {reply.op_seq}", reason="BAD_REPLY")
+    return reply

@@ -25,9 +25,9 @@ from kvclient.errors import (
     InternalError,
     InvalidArgument,
     Unavailable,
-    unanswered,
+    no_answer,
 )
-from kvclient.sequence import Flight, ReadReply
+from kvclient.sequence import Flight, ReadReply, checked_reply, may_follow
 from kvclient.values import Step, StepMark, StepResult
 from kvdepot.v1 import cache_pb2
 
@@ -121,16 +121,7 @@ class StepStream:
 
     def _takes(self, flights: Any) -> bool:
         """Whether another Step may follow these now, or they must be settled first."""
-        if not flights:
-            return True
-        connection = self._connection
-        return (
-            len(flights) < self._max_in_flight
-            and connection is not None
-            and not connection.is_over
-            and flights[0].sent_on is connection
-            and flights[-1].sent_on is connection
-        )
+        return may_follow(flights, self._connection, self._max_in_flight)
 
     def _put(self, flight: Flight[Any], *, is_awaited: bool) -> None:
         """Sends it, if need be on a new connection. ``is_awaited``: its caller reads the reply."""
@@ -179,30 +170,16 @@ class StepStream:
         connection = flight.sent_on
         try:
             reply = connection.receive(max(0.0, timeout_s))
+            if connection.is_late and isinstance(reply, grpc.RpcError | None):
+                raise no_answer(timeout_s)
+            closed = self._closed or self._session.client._stubs.closed
+            return checked_reply(reply, flight, closed=closed)
         except Empty:
-            reply = None
+            self._drop()
+            raise no_answer(timeout_s) from None
         except BaseException:
             self._drop()
             raise
-        if reply is None or isinstance(reply, grpc.RpcError):
-            self._drop()
-            if connection.is_late:
-                raise DeadlineExceeded(
-                    f"no answer within {timeout_s:g} s", reason="DEADLINE_EXCEEDED", retryable=True
-                )
-            if reply is None:
-                raise Unavailable(
-                    "the server ended the stream", reason="STREAM_ENDED", retryable=True
-                )
-            closed = self._closed or self._session.client._stubs.closed
-            raise unanswered(reply, closed=closed)
-        if reply.op_seq != flight.call.request.context.op_seq:
-            self._drop()
-            raise InternalError(
-                f"asked {flight.call.request.context.op_seq}, answered {reply.op_seq}",
-                reason="BAD_REPLY",
-            )
-        return reply
 
     def _drop(self) -> None:
         connection, self._connection = self._connection, None

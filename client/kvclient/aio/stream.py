@@ -14,13 +14,11 @@ from kvclient.channel import BACKOFFS_S
 from kvclient.errors import (
     DeadlineExceeded,
     FailedPrecondition,
-    InternalError,
+    KVDepotError,
     Unavailable,
     no_answer,
-    stream_ended,
-    unanswered,
 )
-from kvclient.sequence import Flight
+from kvclient.sequence import Flight, checked_reply, may_follow
 from kvclient.stream import checked_max_in_flight
 from kvclient.values import Step, StepMark, StepResult
 
@@ -94,16 +92,7 @@ class StepStream:
 
     def _takes(self, flights: Any) -> bool:
         """Whether another Step may follow these now, or they must be settled first."""
-        if not flights:
-            return True
-        connection = self._connection
-        return (
-            len(flights) < self._max_in_flight
-            and connection is not None
-            and not connection.is_over
-            and flights[0].sent_on is connection
-            and flights[-1].sent_on is connection
-        )
+        return may_follow(flights, self._connection, self._max_in_flight)
 
     async def _put(self, flight: Flight[Any]) -> None:
         """Sends it, if need be on a new connection."""
@@ -143,20 +132,12 @@ class StepStream:
         except asyncio.TimeoutError:
             self._drop()
             raise no_answer(timeout_s) from None
-        if reply is None:
-            self._drop()
-            raise stream_ended()
-        if isinstance(reply, grpc.RpcError):
-            self._drop()
+        try:
             closed = self._closed or self._session.client._stubs.closed
-            raise unanswered(reply, closed=closed)
-        if reply.op_seq != flight.call.request.context.op_seq:
+            return checked_reply(reply, flight, closed=closed)
+        except KVDepotError:
             self._drop()
-            raise InternalError(
-                f"asked {flight.call.request.context.op_seq}, answered {reply.op_seq}",
-                reason="BAD_REPLY",
-            )
-        return reply
+            raise
 
     async def _exchange(self, flight: Flight[Any]) -> Any:
         if flight.sent_on is None or flight.sent_on is not self._connection:
