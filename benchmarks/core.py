@@ -147,6 +147,12 @@ def rows(settings: Settings) -> Iterator[Row]:
             "x",
             *grown,
         )
+        if not settings.is_quick:  # of few samples it may even be negative
+            added = (largest.ours - smallest.ours, largest.theirs - smallest.theirs)
+            name = (
+                "core: microseconds by which that time grows, from the smallest pool to the largest"
+            )
+            yield Row(name, added[0] / added[1], None, *added, "us", *added)
         name = "core: memory of metadata, per block of a full pool"
         once = replace(settings, num_pairs=1)
         yield measure(name, "metadata", 1, target=1.0, unit="B", settings=once)
