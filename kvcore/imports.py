@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import uuid
 from bisect import bisect_left
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from itertools import islice
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from kvcore.block import KVCacheBlock
-from kvcore.content_run import ContentRun
 from kvcore.errors import FailedPrecondition, ResourceExhausted
-from kvcore.feed import RUN_BLOCKS_MAX
-from kvcore.hashing import ExtraKeys
 from kvcore.import_job import (
     Filled,
     Import,
@@ -27,9 +24,9 @@ from kvcore.import_job import (
     ImportStatus,
     Ready,
 )
-from kvcore.request import TOKEN_BYTES, Request, RequestStatus
+from kvcore.imported import register_imported
+from kvcore.request import Request, RequestStatus
 from kvcore.single_type.base import SingleTypeKVCacheManager
-from kvcore.spec import FullAttentionSpec
 from kvcore.transfer import GroupHashes, check_hashes, find_named, hashes_of, require_few
 
 if TYPE_CHECKING:
@@ -271,7 +268,7 @@ class Imports:
                 elif not group.statuses[number]:
                     group.statuses[number] = status
             if found.request is None:
-                self._register(found, group, came, told.contents)
+                register_imported(self._depot, found, group, came, told.contents)
                 continue
             for number in came:
                 if not group.statuses[number]:
@@ -310,7 +307,7 @@ class Imports:
                     elif found.request is None and statuses[number] <= _PRESENT:
                         # The usual case costs no call.
                         is_here = entries.get(hashes[number]) is block
-                        if not is_here and not self._is_here(group.group, hashes[number]):
+                        if not is_here and indexes[group.group].ready_copy(hashes[number]) is None:
                             statuses[number] = _FAILED  # reset or evicted meanwhile
                 pins.filling.difference_update([block.block_id for block in released])
                 pins.unpin(released)
@@ -327,8 +324,9 @@ class Imports:
                 num_tokens = self._num_verified_tokens(found)
         elif found.generation != self._depot.generation:
             for group in found.groups:  # it may have been reset between two pauses
+                index = self._depot.pool.indexes[group.group]
                 for number, status in enumerate(group.statuses):
-                    if status <= _PRESENT and not self._is_here(group.group, group.hashes[number]):
+                    if status <= _PRESENT and index.ready_copy(group.hashes[number]) is None:
                         group.statuses[number] = _FAILED
         size = self._depot.scheme.digest_size  # a peer may say anything
         missing_parents: dict[int, Sequence[bytes]] = {}
@@ -344,117 +342,10 @@ class Imports:
             missing_parents,
         )
 
-    def _register(
-        self, found: Import, group: ImportGroup, came: Sequence[int], contents: Sequence[ContentRun]
-    ) -> None:
-        """Make what came hits for everybody; ``contents`` are those of ``came``, in order."""
-        config = self._depot.config
-        spec = config.kv_cache.groups[group.group].manager_spec
-        block_size = spec.block_size * config.context_parallel_size
-        at = 0
-        for content in contents:
-            numbers = came[at : at + content.num_blocks]
-            at += len(numbers)
-            is_told = (
-                len(content.tokens) == content.num_blocks * block_size * TOKEN_BYTES
-                and len(numbers) == content.num_blocks
-                and found.generation == self._depot.generation
-            )
-            if is_told:
-                needs_parents = isinstance(spec, FullAttentionSpec)
-                self._register_run(group, numbers, content, block_size, needs_parents=needs_parents)
-            else:
-                self._fail(group, numbers)
-        self._fail(group, came[at:])
-
-    def _register_run(
-        self,
-        group: ImportGroup,
-        numbers: Sequence[int],
-        content: ContentRun,
-        block_size: int,
-        *,
-        needs_parents: bool,
-    ) -> None:
-        pool = self._depot.pool
-        entries = pool.indexes[group.group].entries
-        hashes, statuses, blocks = group.hashes, group.statuses, group.blocks
-        extra = None
-        if content.lora_name is not None or content.cache_salt is not None:
-            extra = ExtraKeys(lora_name=content.lora_name, cache_salt=content.cache_salt)
-        # Those that were registered, one after the other, and where in the run they began.
-        fresh: list[KVCacheBlock] = []
-        fresh_hashes: list[bytes] = []
-        start = 0
-        parent_hash = told_parent = content.parent_hash
-        has_parent = (
-            not needs_parents or parent_hash is None or self._is_here(group.group, parent_hash)
-        )
-
-        def tell() -> None:
-            if pool.publish_events and fresh:
-                pool.truth_feed.keep_imported(
-                    fresh,
-                    fresh_hashes,
-                    content,
-                    start,
-                    parent_hash=told_parent,
-                    block_size=block_size,
-                    group=group.group,
-                )
-            pool.pins.filling.difference_update([block.block_id for block in fresh])
-
-        for offset, number in enumerate(numbers):
-            block_hash, block = hashes[number], blocks[number]
-            if statuses[number] or block is None:
-                statuses[number] = statuses[number] or _FAILED
-            elif not has_parent:
-                statuses[number] = _NOT_ATTEMPTED
-                assert parent_hash is not None
-                group.absent[parent_hash] = None
-            elif block_hash in entries and self._is_here(group.group, block_hash):
-                statuses[number] = _PRESENT  # another has brought it meanwhile
-            else:
-                if len(fresh) == RUN_BLOCKS_MAX or (fresh and start + len(fresh) != offset):
-                    tell()
-                    fresh, fresh_hashes = [], []
-                if not fresh:
-                    start, told_parent = offset, parent_hash
-                block.block_hash = block_hash
-                block.group = group.group
-                statuses[number] = _IMPORTED
-                # The first copy is the usual case, which costs no call.
-                if entries.setdefault(block_hash, block) is not block:
-                    pool.indexes[group.group].insert(block_hash, block)
-                if extra is not None:
-                    pool.extras[block.block_id] = extra
-                fresh.append(block)
-                fresh_hashes.append(block_hash)
-                parent_hash = block_hash
-                has_parent = True
-                continue
-            parent_hash = block_hash
-            has_parent = not needs_parents or self._is_here(group.group, block_hash)
-        tell()
-
-    @staticmethod
-    def _fail(group: ImportGroup, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            group.statuses[number] = group.statuses[number] or _FAILED
-
-    def _is_here(self, group: int, block_hash: bytes) -> bool:
-        return self._ready(group, block_hash) is not None
-
     def _all_ready(self, group: int, hashes: Sequence[bytes]) -> list[KVCacheBlock | None]:
         """One a hash; what is not here costs no call."""
-        entries = self._depot.pool.indexes[group].entries
-        return [self._ready(group, h) if h in entries else None for h in hashes]
-
-    def _ready(self, group: int, block_hash: bytes) -> KVCacheBlock | None:
-        for block in self._depot.pool.indexes[group].copies(block_hash):
-            if block.pending is None:
-                return block
-        return None
+        index = self._depot.pool.indexes[group]
+        return [index.ready_copy(h) if h in index.entries else None for h in hashes]
 
     def _num_verified_tokens(self, found: Import) -> int:
         """The longest prefix, ending where a hit can, with which the request can go on."""

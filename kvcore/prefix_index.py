@@ -68,6 +68,13 @@ class PrefixIndex:
         copies = self.copies(block_hash)
         return any(copy is not block and copy.pending is None for copy in copies)
 
+    def ready_copy(self, block_hash: bytes) -> KVCacheBlock | None:
+        """The first that is readable for everybody."""
+        for copy in self.copies(block_hash):
+            if copy.pending is None:
+                return copy
+        return None
+
 
 def visible_blocks(
     block_hash: bytes, indexes: Sequence[PrefixIndex], view: PoolView
