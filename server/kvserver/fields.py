@@ -50,6 +50,7 @@ def _messages_within(message: Descriptor) -> dict[int, Descriptor]:
 def _count(raw: bytes, at: int, stop: int, message: Descriptor | None, left: int) -> int:
     """How many of ``left`` fields remain after those of ``raw[at:stop]``."""
     within = {} if message is None else _messages_within(message)
+    depth = 0  # of groups, none of which is known: what is in one is no field of the message
     while at < stop:
         if not left:
             raise ResourceExhausted(
@@ -69,7 +70,7 @@ def _count(raw: bytes, at: int, stop: int, message: Descriptor | None, left: int
                 length, at = _varint(raw, at - 1, stop)
             if length > stop - at:
                 raise _Malformed
-            inner = within.get(tag >> 3)
+            inner = None if depth else within.get(tag >> 3)
             if inner is not None and length:
                 left = _count(raw, at, at + length, inner, left)
             at += length
@@ -79,7 +80,11 @@ def _count(raw: bytes, at: int, stop: int, message: Descriptor | None, left: int
             at += 8
         elif kind == _FIXED32:
             at += 4
-        elif kind not in (_GROUP, _GROUP_END):
+        elif kind == _GROUP:
+            depth += 1
+        elif kind == _GROUP_END:
+            depth -= 1
+        else:
             raise _Malformed
     return left
 

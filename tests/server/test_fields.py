@@ -58,6 +58,14 @@ def test_every_kind_of_field_counts(field: bytes) -> None:
         require_few_fields(9 * field, cache_pb2.StepRequest.DESCRIPTOR, 8)
 
 
+def test_what_is_in_an_unknown_group_is_no_message() -> None:
+    """It looks like a broken admission, and hides none of those behind it."""
+    raw = b"\xfb\x01\x2a\x01\xff\xfc\x01" + 1000 * b"\x2a\x00"
+    assert len(cache_pb2.StepRequest.FromString(raw).admissions) == 1000
+    with pytest.raises(ResourceExhausted):
+        require_few_fields(raw, cache_pb2.StepRequest.DESCRIPTOR, 100)
+
+
 def test_what_is_no_message_is_left_to_its_reader() -> None:
     """Whatever is counted to its end can be read, or its reader refuses it: nobody else does."""
     chance = random.Random(1)
